@@ -3,6 +3,6 @@
 cli          runs the command superglue-match, and matches two images.
 pairing      names the photographs of a command, and chooses pairs of them.
 folder       has `match_folder`, which matches pairs of a folder or a list into files.
-results      writes and reads the files of a pair, and knows what they were made from.
-serve        shows a page in the browser.
+results      writes and reads the files of a pair, and says what they were made from.
+serve        serves a page for the browser.
 """

@@ -56,16 +56,17 @@ from superglue_sift.progress import Progress
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 
-# Uses of the command. Each has a parser of its own, with the options that it needs (`make_parser`).
-TWO = "two images without --out-dir"
+# Uses of the command. Each has its own parser, with the options that it takes
+# (`make_use_parser`).
+TWO_IMAGES = "two images without --out-dir"
 FILES = "images with --out-dir"
 FOLDER = "a folder"
 LIST = "--pairs"
 DATABASE = "--colmap of an existing database"
 PAGE = "--serve"
-USES = (TWO, FILES, FOLDER, LIST, DATABASE, PAGE)
+USES = (TWO_IMAGES, FILES, FOLDER, LIST, DATABASE, PAGE)
 TO_FOLDER = (FILES, FOLDER, LIST)
-OF_PHOTOS = (TWO, *TO_FOLDER)
+WITH_PHOTOS = (TWO_IMAGES, *TO_FOLDER)
 
 # Kinds of options
 A_FILE: Dict[str, Any] = {"metavar": "FILE", "type": Path}
@@ -77,16 +78,16 @@ A_FLAG: Dict[str, Any] = {"action": "store_true"}
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command; return the exit code."""
-    use, settings, options = parse(argv)
-    # An existing database may need no matcher, so this function loads one itself if it must.
+    use, settings, options = parse_command(argv)
+    # If all pairs of a database have matches, no matcher is loaded.
     if use == DATABASE:
         return match_database(settings, **options)
     matcher = Matcher.load(**settings)
     if use == PAGE:
         from superglue_sift.apps import serve
 
-        return serve.run(matcher)
-    if use == TWO:
+        return serve.serve_page(matcher)
+    if use == TWO_IMAGES:
         return match_two_images(matcher, settings["path"], **options)
     return match_photos(matcher, **options)
 
@@ -99,17 +100,28 @@ def match_two_images(
     out: Optional[Path],
     json: Optional[Path],
 ) -> int:
-    """Match two images, print a summary and write the requested files; return the exit code."""
+    """Match two images, and print a summary.
+
+    Args:
+        matcher: the matcher.
+        model: the model file that the JSON names. If None, it is that of the shipped weights.
+        images: the two files.
+        masks: folder of masks.
+        out: picture to write.
+        json: file to write with keypoints and matches.
+
+    Returns:
+        The exit code.
+    """
     started = time.perf_counter()
     if masks:
-        root = common_folder(images)
+        root = find_common_folder(images)
         folder.check_masks(images, masks, root)
         mask_files = [find_mask(masks, name_below(path, root)) for path in images]
         features = matcher.extract_all(list(map(matcher.extract, images, mask_files)))
     else:
         features = matcher.extract_all(images)
     extracted = time.perf_counter()
-    # Match, say what the matches fit, and write what is asked for.
     result = matcher.match(*features)
     matched = time.perf_counter()
     print(result.summarize())
@@ -120,17 +132,22 @@ def match_two_images(
     if json:
         names = {"image0": str(images[0]), "image1": str(images[1])}
         write_atomic(
-            json, results.json_of(result, **names, model=str(model or find_shipped_weights()))
+            json, results.make_json(result, **names, model=str(model or find_shipped_weights()))
         )
         print(f"written {json}")
     return 0
 
 
 def match_photos(matcher: Matcher, out_dir: Path, **options: Any) -> int:
-    """Match pairs of photographs into a folder, and say what was done; return the exit code.
+    """Match pairs of photographs into a folder, and print what was done.
 
     Args:
+        matcher: the matcher.
+        out_dir: folder of the results.
         options: further arguments of `match_folder`.
+
+    Returns:
+        The exit code.
 
     Raises:
         WorkError: If some photographs cannot be read, after the others are matched.
@@ -140,16 +157,18 @@ def match_photos(matcher: Matcher, out_dir: Path, **options: Any) -> int:
     if report.unchanged:
         unchanged = f"{report.unchanged} pairs were matched before with these settings"
         print(f"{unchanged}, and are kept; --overwrite matches them again")
-    if report.others:
-        print(f"{report.others} results of other pairs are in {out_dir}, and stay as they are")
+    if report.other_results:
+        print(
+            f"{report.other_results} results of other pairs are in {out_dir}, and stay as they are"
+        )
     if options.get("colmap"):
         print(f"{options['colmap']}: in pixels as stored in the files, as COLMAP reads them")
     if report.bad_images:
         count = len(report.bad_images)
         images = f"{count} of {report.photos + count} images"
         has_pairs = report.matched + report.unchanged
-        rest = "the others are matched" if has_pairs else "no pair is left to match"
-        raise WorkError(f"{images} cannot be read, {rest}; see {out_dir / folder.BAD_IMAGES}")
+        outcome = "the others are matched" if has_pairs else "no pair is left to match"
+        raise WorkError(f"{images} cannot be read, {outcome}; see {out_dir / folder.BAD_IMAGES}")
     return 0
 
 
@@ -160,65 +179,70 @@ def match_database(
 
     Args:
         settings: arguments of `Matcher.load`.
+        colmap: the database.
+        pairing_name: how to choose pairs, one of `pairing.PAIRINGS`.
+        k: number of images that each is matched with.
+        dry_run: print what would be matched, and write nothing.
 
     Returns:
         The exit code.
 
     Raises:
-        RequestError: As `StoredFeatures`.
+        RequestError: If the file is no database with SIFT features, or another program writes it.
     """
-    from superglue_sift.interop.colmap import StoredFeatures
+    from superglue_sift.interop.colmap import DatabaseFeatures
 
     # The matcher is loaded later, if at all, so its default number is taken here.
     default = verification.MAX_KEYPOINTS if settings["scene"] else MAX_KEYPOINTS
-    with StoredFeatures(colmap, settings.get("max_keypoints") or default) as stored:
-        # Choose pairs as for a folder, and leave out those that have matches.
-        pairs = pairing.choose_pairs(stored.photos, stored, pairing_name, k)
-        waiting = [pair for pair in pairs if not stored.has_matches(*pair)]
-        counts = f"{len(stored.photos)} images with features, {len(pairs)} pairs"
-        print(f"{colmap}: {counts}, {len(waiting)} of them without matches")
-        if len(waiting) < len(pairs):
+    with DatabaseFeatures(colmap, settings.get("max_keypoints") or default) as database:
+        pairs = pairing.choose_pairs(database.photos, database, pairing_name, k)
+        new_pairs = [pair for pair in pairs if not database.has_matches(*pair)]
+        counts = f"{len(database.photos)} images with features, {len(pairs)} pairs"
+        print(f"{colmap}: {counts}, {len(new_pairs)} of them without matches")
+        if len(new_pairs) < len(pairs):
             print("matches that the database has are kept, whatever they were made from")
-        if stored.without:
-            print(f"without features, left out: {', '.join(stored.without)}", file=sys.stderr)
-        # Features that cannot be matched show here, before hours of work.
-        stored.check(waiting)
-        if dry_run or not waiting:
+        if database.images_without_features:
+            names = ", ".join(database.images_without_features)
+            print(f"without features, left out: {names}", file=sys.stderr)
+        # An error about features that cannot be matched comes before hours of work.
+        database.check_features(new_pairs)
+        if dry_run or not new_pairs:
             print("nothing is written")
             return 0
         matcher = Matcher.load(**settings)
         matcher.use_one_core_per_pair()
         # The database has no pixels, so positions cannot be refined.
-        features = ((stored(photo0), stored(photo1)) for photo0, photo1 in waiting)
-        matched = matcher.match_batch(features)
-        with_matches = 0
+        features = ((database(photo0), database(photo1)) for photo0, photo1 in new_pairs)
+        results_in_order = matcher.match_batch(features)
+        matched_count = 0
         # Each pair is written at once, so that a stopped command goes on after it.
-        shown = Progress(matched, total=len(waiting), desc="matching", unit="pairs")
-        for result, pair in zip(shown, waiting):
-            stored.add(*pair, result)
-            with_matches += len(result.matches) > 0
-    print(f"{len(waiting)} pairs matched, {with_matches} of them with matches: {colmap}")
+        shown = Progress(results_in_order, total=len(new_pairs), desc="matching", unit="pairs")
+        for result, pair in zip(shown, new_pairs):
+            database.write_matches(*pair, result)
+            matched_count += len(result.matches) > 0
+    print(f"{len(new_pairs)} pairs matched, {matched_count} of them with matches: {colmap}")
     return 0
 
 
 # --- the command line
 
 
-def parse(argv: Optional[Sequence[str]]) -> Tuple[str, Dict[str, Any], Dict[str, Any]]:
-    """Parse the command line, and check it, so that a mistake is reported before a model loads.
+def parse_command(argv: Optional[Sequence[str]]) -> Tuple[str, Dict[str, Any], Dict[str, Any]]:
+    """Parse and check the command line before a model is loaded.
 
     Returns:
-        The use of the command, the arguments of `Matcher.load`, and those of the function of this
-        use.
+        The use of the command, the arguments of `Matcher.load`, and the arguments of the function
+        of this use.
 
     Raises:
-        RequestError: the options are invalid.
+        RequestError: If options are wrong.
     """
-    # The parser of all options says what is matched. That of this use refuses the others.
-    args = make_parser(None).parse_args(argv)
-    inputs = [path for pattern in args.inputs for path in _expand(pattern)]
+    # The parser of all options says which use is meant. The parser of this use refuses the options
+    # of other uses.
+    args = make_use_parser(None).parse_args(argv)
+    inputs = [path for pattern in args.inputs for path in _expand_pattern(pattern)]
     use = _find_use(inputs, args.pairs, args.colmap, args.serve, args.out_dir)
-    args = make_parser(use).parse_args(argv)
+    args = make_use_parser(use).parse_args(argv)
     options = vars(args)
     del options["inputs"]
     _check_options(use, **options)
@@ -227,18 +251,33 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[str, Dict[str, Any], Dict[str,
         options["scene"] = bool(options.get("colmap"))
     outputs = (options.get(name) for name in ("out", "json", "colmap"))
     _check_outputs(inputs, [path for path in outputs if path])
-    # Options with the name of a setting are passed on. Without them, the defaults hold.
+    # Options with the name of an argument of `Matcher.load` are its settings. Without them, its
+    # defaults hold.
     names = inspect.signature(Matcher.load).parameters.keys() & options.keys()
     refine = options.get("refine")
     settings = {name: options.pop(name) for name in names}
     settings = {name: value for name, value in settings.items() if value is not None}
-    return use, {"path": options.pop("model"), **settings}, _arguments(use, inputs, refine, options)
+    return (
+        use,
+        {"path": options.pop("model"), **settings},
+        _prepare_arguments(use, inputs, refine, options),
+    )
 
 
-def _arguments(
+def _prepare_arguments(
     use: str, inputs: List[Path], refine: Optional[bool], options: Dict[str, Any]
 ) -> Dict[str, Any]:
-    """Return the arguments of the function of a use, and check files, folders and packages."""
+    """Check files, folders and packages, and return the arguments of the function of a use.
+
+    Args:
+        use: one of USES.
+        inputs: the images, or a folder.
+        refine: the option --refine.
+        options: all other options that are no settings of the matcher.
+
+    Raises:
+        RequestError: If a file, a folder or a package is missing or wrong.
+    """
     if use == PAGE:
         import_extra("flask", "serve")
         return {}
@@ -246,11 +285,11 @@ def _arguments(
         import_extra("pycolmap", "colmap")
         pairing.check_pairing(options["pairing"], options["k"])
         return {"pairing_name": options.pop("pairing"), **options}
-    if use == TWO:
+    if use == TWO_IMAGES:
         out = options["out"]
         if out and out.suffix.lower() not in PICTURES:
             raise RequestError(f"--out {out}: must end in .png, .jpg or .webp")
-        folder.check_request(masks=options["masks"])
+        folder.check_folder_request(masks=options["masks"])
         return {"images": inputs, **options}
     # Photographs are named below one folder.
     if use == LIST:
@@ -259,18 +298,17 @@ def _arguments(
     elif use == FOLDER:
         options["folder"] = inputs[0]
     else:
-        options.update(folder=common_folder(inputs), images=inputs)
+        options.update(folder=find_common_folder(inputs), images=inputs)
     if options.get("colmap"):
         options["refine_keypoints"] = refine is not False
     checked = ("features", "masks", "colmap", "pairing", "k")
     arguments = {name: options[name] for name in checked if name in options}
-    folder.check_request(out=options["out_dir"], **arguments)
+    folder.check_folder_request(out=options["out_dir"], **arguments)
     return options
 
 
-def make_parser(use: Optional[str]) -> Parser:
-    """Return the parser of the options of a use. If it is None, it has the options of all uses."""
-    # The help text is the docstring of this module.
+def make_use_parser(use: Optional[str]) -> Parser:
+    """Create the parser of the options of a use, or if it is None of the options of all uses."""
     title, _, examples = str(__doc__).partition("\n\n")
     parser = Parser("superglue-match", description=title)
     parser.epilog = "examples:\n" + examples
@@ -287,14 +325,20 @@ def make_parser(use: Optional[str]) -> Parser:
 
 
 class _OptionGroup:
-    """A group of options. The parser of one use has those of this use, and refuses the others."""
+    """A group of options. The parser of a use takes its options, and refuses those of others."""
 
     def __init__(self, parser: Parser, title: str, use: Optional[str]) -> None:
         self._group = parser.add_argument_group(title)
         self._use = use
 
     def add(self, name: str, uses: Sequence[str] = USES, **options: Any) -> None:
-        """Add an option of some uses. options: arguments of argparse's `add_argument`."""
+        """Add an option.
+
+        Args:
+            name: the option, such as "--out".
+            uses: the uses that take it.
+            options: arguments of argparse's `add_argument`.
+        """
         if self._use is None or self._use in uses:
             self._group.add_argument(name, **options)
             return
@@ -304,7 +348,7 @@ class _OptionGroup:
 
 
 class _Refusal(argparse.Action):
-    """An option that does not go with the others. Its help says why."""
+    """An option that another use takes. Its help is the error message."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(nargs="?", **options)
@@ -321,7 +365,7 @@ def _add_inputs(group: _OptionGroup) -> None:
     group.add("--root", (LIST,), **A_FOLDER, help=root)
     group.add(
         "--masks",
-        OF_PHOTOS,
+        WITH_PHOTOS,
         **A_FOLDER,
         help="folder of masks, NAME.jpg.png for NAME.jpg as in COLMAP: black pixels give no"
         " keypoint",
@@ -342,8 +386,8 @@ def _add_inputs(group: _OptionGroup) -> None:
 def _add_outputs(group: _OptionGroup) -> None:
     """Add the options that say what to write."""
     out = "for two images: picture of the matches (png, jpg or webp)"
-    group.add("--out", (TWO,), **A_FILE, help=out)
-    group.add("--json", (TWO,), **A_FILE, help="for two images: keypoints and matches")
+    group.add("--out", (TWO_IMAGES,), **A_FILE, help=out)
+    group.add("--json", (TWO_IMAGES,), **A_FILE, help="for two images: keypoints and matches")
     out_dir = "for any number of images: A_B_matches.npz for each pair"
     group.add("--out-dir", TO_FOLDER, **A_FOLDER, help=out_dir)
     overwrite = "with --out-dir: also match pairs again whose files fit"
@@ -414,7 +458,7 @@ def _add_settings(group: _OptionGroup) -> None:
     group.add("--device", metavar="NAME", default="auto", help=device)
     group.add(
         "--frame",
-        OF_PHOTOS,
+        WITH_PHOTOS,
         choices=FRAMES,
         help="frame of coordinates: upright (default), rotated according to EXIF, like cv2.imread;"
         " or stored, as in the file. Pictures are always upright, a COLMAP database is always of"
@@ -422,24 +466,24 @@ def _add_settings(group: _OptionGroup) -> None:
     )
     group.add(
         "--refine",
-        (*OF_PHOTOS, PAGE),
+        (*WITH_PHOTOS, PAGE),
         action=argparse.BooleanOptionalAction,
         help="refine positions by the pixels of the images: those of matches (default without"
         " --scene), and those of keypoints of --colmap (default)",
     )
 
 
-def _expand(path: Path) -> Sequence[Path]:
-    """Return the files of a pattern such as `*.jpg`.
+def _expand_pattern(path: Path) -> Sequence[Path]:
+    """Return the files of a pattern such as `*.jpg`, which Windows does not expand.
 
-    The command line of Windows does not expand patterns.
+    A path that fits no file is returned as it is.
     """
     # A file may have brackets or stars in its name, and is then no pattern.
-    matches = [] if path.exists() else sorted(glob.glob(str(path)))
-    return [*map(Path, matches)] or [path]
+    files = [] if path.exists() else sorted(glob.glob(str(path)))
+    return [*map(Path, files)] or [path]
 
 
-def common_folder(paths: Sequence[FileName]) -> Path:
+def find_common_folder(paths: Sequence[FileName]) -> Path:
     """Return the folder that holds all files, at any depth."""
     return Path(os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths]))
 
@@ -451,13 +495,13 @@ def _find_use(
     serve: bool,
     out_dir: Optional[Path],
 ) -> str:
-    """Say which use of the command is meant.
+    """Return the use of the command, one of USES.
 
     Raises:
-        RequestError: If nothing is to be matched, or more than one thing.
+        RequestError: If the options name nothing to match, or several things.
     """
     uses = [LIST] * bool(pairs) + [PAGE] * serve + [FILES] * bool(inputs)
-    # --colmap alone reads a database. With photographs it writes one.
+    # Without photographs, --colmap names a database to match.
     if not uses and colmap:
         return DATABASE
     if len(uses) != 1:
@@ -469,7 +513,7 @@ def _find_use(
     if folders and len(inputs) > 1:
         raise RequestError(f"{folders[0]}: is a folder; name one folder alone, or only images")
     if len(inputs) > 1:
-        return TWO if len(inputs) == 2 and not out_dir else FILES
+        return TWO_IMAGES if len(inputs) == 2 and not out_dir else FILES
     if folders:
         return FOLDER
     reason = "is one image" if inputs[0].exists() else "no such folder"
@@ -477,7 +521,7 @@ def _find_use(
 
 
 def _check_options(use: str, **options: Any) -> None:
-    """Raise RequestError for an option of this use without another one that it needs.
+    """Raise RequestError for an option that lacks another one which it needs.
 
     `Matcher` and `match_folder` check the ranges of their arguments.
     """
@@ -492,10 +536,9 @@ def _check_options(use: str, **options: Any) -> None:
 
 
 def _check_outputs(inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
-    """Check the files to write before any work. Raises RequestError."""
+    """Raise RequestError if an output would overwrite an image, or cannot be written."""
     photos = [path.resolve() for path in inputs]
     for path in outputs:
-        # Results must not overwrite photographs, and their folders must be writable.
         if path.resolve() in photos:
             raise RequestError(f"{path}: is an input, and would be overwritten; name another")
         check_writable(path)

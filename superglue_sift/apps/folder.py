@@ -6,9 +6,9 @@
 
 The features of each photograph are computed once and kept on disk. A pair is done if its
 `A_B_matches.npz` was made from the same photographs with the same settings (`results`). This file
-is written last and atomically, so that a call that was stopped is resumed by the same call. Memory
-holds the names of all photographs, but features of only the last 256, pixels of the last 32, and
-one batch of pairs. For a COLMAP database it also holds all matches.
+is written last and atomically, so that the same call goes on where it was stopped. Memory holds the
+names of all photographs, the features of the last 256, the pixels of the last 32, and one batch of
+pairs. For a COLMAP database it also holds all matches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from superglue_sift.apps.pairing import (
     AUTO,
     EXHAUSTIVE,
-    PICTURE,
+    PICTURE_ENDING,
     ExhaustivePairs,
     PhotoPair,
     check_pairing,
@@ -36,7 +36,7 @@ from superglue_sift.apps.pairing import (
     name_pairs,
     read_pair_list,
 )
-from superglue_sift.apps.results import JSON, MATCHES, MISSING, PairFiles
+from superglue_sift.apps.results import JSON_ENDING, MATCHES_ENDING, MISSING, PairFiles
 from superglue_sift.errors import RequestError, import_extra
 from superglue_sift.features.photo_folder import find_mask, list_photos
 from superglue_sift.features.store import FeatureStore, PhotoFile
@@ -50,7 +50,8 @@ PAIR_LIST = "pairs.csv"  # table of the pairs of a scene
 PAIR_COLUMNS = ("image0", "image1", "matches", "pair_score", "accepted", "reason")
 BAD_IMAGES = "bad_images.csv"
 BATCH_ON_GPU = 8
-PAIRS_OF_A_WORKER = 2  # in a batch on a CPU, where workers wait for the last pair of a batch
+# Pairs of a batch on a CPU for each worker. At the end of a batch, workers wait for its last pair.
+PAIRS_OF_A_WORKER = 2
 
 Pairs = Union[List[PhotoPair], ExhaustivePairs]
 
@@ -66,7 +67,7 @@ class FolderReport:
         unchanged: number of pairs whose results were there, fit and were kept.
         matched_again: number of pairs whose results were there and did not fit, by the reason. They
             are also counted in `matched`.
-        others: number of results in the folder that are of other pairs.
+        other_results: number of results in the folder that are of other pairs.
         photos: number of photographs that can be read.
         bad_images: the reason for each file that cannot be read.
     """
@@ -74,7 +75,7 @@ class FolderReport:
     matched: int
     unchanged: int
     matched_again: Mapping[str, int]
-    others: int
+    other_results: int
     photos: int
     bad_images: Mapping[str, str]
 
@@ -97,7 +98,7 @@ def match_folder(
     camera_per: Optional[str] = None,
     refine_keypoints: bool = True,
 ) -> FolderReport:
-    """Match pairs of photographs, and write `A_B_matches.npz` of each pair (`results.npz_of`).
+    """Match pairs of photographs, and write `A_B_matches.npz` of each pair (`results.make_npz`).
 
     A pair whose file was made from the same photographs and masks, by the same weights with the
     same settings, is kept. So the same call goes on after a stop. Results that do not fit are made
@@ -129,8 +130,8 @@ def match_folder(
         A report of what was done.
 
     Raises:
-        RequestError: an argument is wrong, or a photograph was replaced while it was matched.
-        OSError: a file cannot be written.
+        RequestError: If an argument is wrong, or a photograph was replaced while it was matched.
+        OSError: If a file cannot be written.
 
     Example:
         >>> from superglue_sift import Matcher
@@ -139,22 +140,22 @@ def match_folder(
         1
     """
     folder, out = Path(folder), Path(out)
-    check_request(out, features, masks, colmap, pairing, k)
-    matcher = dataclasses.replace(matcher)  # a copy, since it changes to one core per pair
+    check_folder_request(out, features, masks, colmap, pairing, k)
+    matcher = dataclasses.replace(matcher)  # A copy, which changes to one core per pair
     store = FeatureStore(matcher, Path(features or out / "features"), masks, folder)
     _check_matcher(store, out, pairs, pairing, k)
-    photos, bad_images, photo_pairs = _prepare(store, images, pairs, pairing, k)
-    database = _database(colmap, photos, store, refine_keypoints, camera_per)
-    endings = [JSON] * json_files + [PICTURE] * pictures
+    photos, bad_images, photo_pairs = _extract_and_pair(store, images, pairs, pairing, k)
+    database = _open_database(colmap, photos, store, refine_keypoints, camera_per)
+    endings = [JSON_ENDING] * json_files + [PICTURE_ENDING] * pictures
     counts = _match_all(store, PairFiles(out, store), photo_pairs, overwrite, endings, database)
     _write_bad_images(out / BAD_IMAGES, bad_images)
     return FolderReport(*counts, len(photos), bad_images)
 
 
-# --- what is asked for
+# --- checks before any work
 
 
-def check_request(
+def check_folder_request(
     out: Optional[FileName] = None,
     features: Optional[FileName] = None,
     masks: Optional[FileName] = None,
@@ -162,7 +163,7 @@ def check_request(
     pairing: str = AUTO,
     k: Optional[int] = None,
 ) -> None:
-    """Check arguments of `match_folder` before any work. Raises RequestError for a wrong one."""
+    """Raise RequestError if an argument of `match_folder` is wrong. Nothing is written."""
     check_pairing(pairing, k)
     if masks and not Path(masks).is_dir():
         raise RequestError(f"--masks {masks}: no such folder")
@@ -197,33 +198,42 @@ def _check_matcher(
 
 
 def check_masks(images: Sequence[Path], masks: Path, root: Path) -> None:
-    """Raise RequestError if the folder of masks holds none for these images."""
-    # Masks with other names would be ignored without a word.
+    """Raise RequestError if a folder has masks of none of these images, since names may be wrong.
+
+    Args:
+        images: the files of the images.
+        masks: the folder of masks.
+        root: folder of the images, below which their names are those of the masks.
+    """
     if not any(find_mask(masks, name_below(path, root)) for path in images):
         name = name_below(images[0], root)
         raise RequestError(f"--masks {masks}: holds no mask of any image; {name}.png would be one")
 
 
-def _prepare(
+def _extract_and_pair(
     store: FeatureStore,
     images: Optional[Sequence[FileName]],
     pairs: Union[FileName, Sequence[Tuple[FileName, FileName]], None],
     pairing: str,
     k: Optional[int],
 ) -> Tuple[List[PhotoFile], Dict[str, str], Pairs]:
-    """Extract all features, and choose the pairs. The arguments are those of `match_folder`.
+    """Extract all features, and choose the pairs.
+
+    Args:
+        store: the features, and the matcher.
+        images, pairs, pairing, k: the arguments of `match_folder`.
 
     Returns:
         The photographs that can be read, the reason for each path that cannot be read, and the
         pairs.
 
     Raises:
-        RequestError: For a list or a folder that cannot be read.
+        RequestError: If a list or a folder cannot be read.
     """
     if pairs is None:
         paths = list_photos(store.root) if images is None else images
         photos, bad_images = extract_photos(name_images(paths, store.root), store)
-        # The similarity of photographs is that of their SIFT.
+        # Photographs are similar if their SIFT features are, so "nearest" needs SIFT.
         if pairing == AUTO and not store.is_sift:
             pairing = EXHAUSTIVE
         return photos, bad_images, choose_pairs(photos, store, pairing, k)
@@ -241,26 +251,30 @@ def _prepare(
 def extract_photos(
     photos: Sequence[PhotoFile], store: FeatureStore
 ) -> Tuple[List[PhotoFile], Dict[str, str]]:
-    """Extract missing features.
+    """Extract the features that the store lacks, and write them there.
+
+    Args:
+        photos: the photographs.
+        store: the features, and the matcher.
 
     Returns:
-        The photographs that can be read, and, for each path that cannot be read, the reason.
+        The photographs that can be read, and the reason for each path that cannot be read.
 
     Raises:
-        RequestError: If there are masks, but none of a photograph.
+        RequestError: If the folder of masks has none of these photographs.
     """
     if store.masks:
         check_masks([photo.path for photo in photos], store.masks, store.root)
 
     def extract(photo: PhotoFile) -> str:
-        """Extract one photograph; return why it cannot be read, or ""."""
+        """Extract one photograph. Return why it cannot be read, or ""."""
         try:
             store.prepare(photo)
         except RequestError as error:
             return str(error).replace(f"{photo.path}: ", "", 1)
         return ""
 
-    # One of two threads can read a file while SIFT of the other one runs.
+    # One thread reads a file while SIFT of the other thread runs.
     with ThreadPoolExecutor(2) as pool:
         reasons = pool.map(extract, photos)
         reasons = list(Progress(reasons, total=len(photos), desc="features", unit="images"))
@@ -268,23 +282,23 @@ def extract_photos(
     return [photo for photo in photos if str(photo.path) not in bad_images], bad_images
 
 
-# --- pairs are matched
+# --- matches of all pairs
 
 
-def _database(
+def _open_database(
     path: Optional[FileName],
     photos: Sequence[PhotoFile],
     store: FeatureStore,
     refine_keypoints: bool,
     camera_per: Optional[str],
 ) -> Any:
-    """Return the context manager of a new COLMAP database, or None without a path."""
+    """Return a context manager that creates a COLMAP database, or None without a path."""
     if not path:
         return None
     # pycolmap is an extra, so it is imported only for a database.
-    from superglue_sift.interop.colmap import database_of
+    from superglue_sift.interop.colmap import create_database
 
-    return database_of(Path(path), store.root, photos, store, refine_keypoints, camera_per)
+    return create_database(Path(path), store.root, photos, store, refine_keypoints, camera_per)
 
 
 def _match_all(
@@ -295,32 +309,40 @@ def _match_all(
     endings: Sequence[str],
     database: Any,
 ) -> Tuple[int, int, Dict[str, int], int]:
-    """Match the pairs into their files, into the table of a scene, and into the database, if any.
+    """Match the pairs, and write their files, the table of a scene, and the database.
+
+    Args:
+        store: the features, and the matcher.
+        files: the files of the pairs.
+        pairs: the pairs.
+        overwrite: match all pairs again.
+        endings: JSON_ENDING and PICTURE_ENDING, if these files are wanted.
+        database: the context manager of `_open_database`.
 
     Returns:
-        The first four numbers of a FolderReport.
+        The first four attributes of a FolderReport.
     """
-    fits, matched_again, others = _check_results(files, pairs, overwrite)
+    done, matched_again, other_results = _find_done_pairs(files, pairs, overwrite)
     rules = store.matcher.rules
     needs_all = rules is not None or database is not None
     rows: List[Sequence[Any]] = [PAIR_COLUMNS]
-    with _one_core_per_pair(store.matcher), database or contextlib.nullcontext() as add:
-        for pair, result in _match_pairs(store, files, pairs, fits, endings, needs_all):
+    with _use_one_core_per_pair(store.matcher), database or contextlib.nullcontext() as add_pair:
+        for pair, result in _match_pairs(store, files, pairs, done, endings, needs_all):
             if rules and result is not None:
-                rows.append(_row(store.root, *pair, result))
-            if add:
-                add(*pair, result)
+                rows.append(_make_row(store.root, *pair, result))
+            if add_pair:
+                add_pair(*pair, result)
     table = files.folder / PAIR_LIST
     if rules:
         write_csv(table, rows)
-    # The table of an earlier call lists results of a scene, which are there no more.
+    # The table of an earlier call for a scene lists results that were matched again.
     elif table.is_file() and table.read_bytes().startswith(",".join(PAIR_COLUMNS).encode()):
         table.unlink()
-    return len(fits) - sum(fits), sum(fits), matched_again, others
+    return len(done) - sum(done), sum(done), matched_again, other_results
 
 
 @contextlib.contextmanager
-def _one_core_per_pair(matcher: Matcher) -> Iterator[None]:
+def _use_one_core_per_pair(matcher: Matcher) -> Iterator[None]:
     """Match one pair per core on a CPU, and give torch its threads back at the end."""
     threads = torch.get_num_threads()
     matcher.use_one_core_per_pair()
@@ -330,40 +352,45 @@ def _one_core_per_pair(matcher: Matcher) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _check_results(
+def _find_done_pairs(
     files: PairFiles, pairs: Pairs, overwrite: bool
 ) -> Tuple[bytearray, Dict[str, int], int]:
-    """Find the pairs whose results are there and fit.
+    """Find the pairs that are done: their results are there and fit.
+
+    Args:
+        files: the files of the pairs.
+        pairs: the pairs.
+        overwrite: no pair counts as done.
 
     Returns:
-        Whether each pair fits (0 or 1), how many do not fit by the reason, and the number of
-        results in the folder that are of other pairs.
+        Whether each pair is done (0 or 1), the number of results that do not fit by the reason, and
+        the number of results of other pairs in the folder.
     """
-    names = files.existing()
-    fits = bytearray(len(pairs))
+    names = files.list_matches_files()
+    done = bytearray(len(pairs))
     reasons: Dict[str, int] = collections.Counter()
     is_quick = overwrite or not names
     shown = Progress(pairs, total=len(pairs), desc="checking", unit="pairs", disable=is_quick)
     for number, pair in enumerate(shown):
-        name = files.path(pair, MATCHES).name
+        name = files.get_path(pair, MATCHES_ENDING).name
         if name not in names:
             continue
         names.remove(name)
-        reason = None if overwrite else files.misfit(pair)
-        fits[number] = reason is None and not overwrite
+        reason = None if overwrite else files.explain_misfit(pair)
+        done[number] = reason is None and not overwrite
         if reason not in (None, MISSING):
             reasons[reason] += 1
     if reasons:
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
         logger.warning("%d pairs are matched again: %s", sum(reasons.values()), counts)
-    return fits, dict(reasons), len(names)
+    return done, dict(reasons), len(names)
 
 
 def _match_pairs(
     store: FeatureStore,
     files: PairFiles,
     pairs: Pairs,
-    fits: Sequence[int],
+    done: Sequence[int],
     endings: Sequence[str],
     needs_all: bool,
 ) -> Iterator[Tuple[PhotoPair, Optional[MatchResult]]]:
@@ -373,58 +400,68 @@ def _match_pairs(
         store: the features, and the matcher.
         files: the files of the pairs.
         pairs: the pairs.
-        fits: whether the result of each pair is there and fits.
-        endings: JSON and PICTURE, if they are asked for.
-        needs_all: yield the results of all pairs.
+        done: whether each pair is done (0 or 1).
+        endings: JSON_ENDING and PICTURE_ENDING, if these files are wanted.
+        needs_all: read the results of pairs that are done, too.
 
     Yields:
-        Each pair in order with its result, or with None for a pair that was done, unless
-        `needs_all`.
+        Each pair in order with its result, or with None if the result was not read.
     """
     matcher = store.matcher
-    # Read pixels only if positions are refined by them.
-    features_of = store.with_pixels if matcher.refine else store
-    # A batch keeps all workers busy on a CPU, or the GPU.
+    # Only refinement needs pixels.
+    read_features = store.with_pixels if matcher.refine else store
+    # A batch keeps the GPU busy, or all workers of a CPU.
     on_gpu = matcher.device.startswith("cuda")
     size = BATCH_ON_GPU if on_gpu else PAIRS_OF_A_WORKER * matcher.workers
     with Progress(total=len(pairs), desc="matching", unit="pairs") as shown:
-        # `pairs` may be millions, and are read group by group.
-        for group in groups(zip(pairs, fits), size):
-            new = [pair for pair, is_done in group if not is_done]
-            features = ((features_of(photo0), features_of(photo1)) for photo0, photo1 in new)
-            results = dict(zip(new, matcher.match_batch(features, size)))
+        # There may be millions of pairs, so they are read group by group.
+        for group in groups(zip(pairs, done), size):
+            new_pairs = [pair for pair, is_done in group if not is_done]
+            features = (
+                (read_features(photo0), read_features(photo1)) for photo0, photo1 in new_pairs
+            )
+            results = dict(zip(new_pairs, matcher.match_batch(features, size)))
             for pair, is_done in group:
-                yield pair, _finish(files, pair, results.get(pair), endings, needs_all)
-                shown.initial += is_done  # pairs that the pace does not count
+                yield pair, _write_missing_files(files, pair, results.get(pair), endings, needs_all)
+                shown.initial += is_done  # The pace does not count it.
                 shown.update(1)
 
 
-def _finish(
+def _write_missing_files(
     files: PairFiles,
     pair: PhotoPair,
     result: Optional[MatchResult],
     endings: Sequence[str],
     is_needed: bool,
 ) -> Optional[MatchResult]:
-    """Write the missing files of a pair; return its result, or None if it was not read.
+    """Write the missing files of a pair.
 
     Args:
+        files: the files of the pairs.
+        pair: the pair.
         result: the new result, or None for a pair that was done.
+        endings: JSON_ENDING and PICTURE_ENDING, if these files are wanted.
+        is_needed: read the result of a pair that was done.
+
+    Returns:
+        The result, or None if it was not read.
     """
     if result is not None:
         files.write(pair, result, endings)
         return result
-    missing = [ending for ending in endings if files.lacks(pair, ending)]
+    missing = [ending for ending in endings if files.is_missing(pair, ending)]
     if not missing and not is_needed:
         return None
     result = files.read(pair)
     for ending in missing:
-        files.write_more(pair, result, ending)
+        files.write_extra_file(pair, result, ending)
     return result
 
 
-def _row(root: Path, photo0: PhotoFile, photo1: PhotoFile, result: MatchResult) -> Tuple[Any, ...]:
-    """Return the row of pairs.csv for one pair of a scene. Its columns are PAIR_COLUMNS."""
+def _make_row(
+    root: Path, photo0: PhotoFile, photo1: PhotoFile, result: MatchResult
+) -> Tuple[Any, ...]:
+    """Return the row of pairs.csv, with PAIR_COLUMNS, for one pair of a scene."""
     score = f"{result.pair_score:.4f}"
     reason = "" if result.accepted else "not accepted"
     # A pair that the first look skipped was never judged, so it has no score.
@@ -436,10 +473,7 @@ def _row(root: Path, photo0: PhotoFile, photo1: PhotoFile, result: MatchResult) 
 
 
 def _write_bad_images(path: Path, bad_images: Mapping[str, str]) -> None:
-    """Write the table of bad images.
-
-    If there are none, delete the table of an earlier call, whose images may be repaired now.
-    """
+    """Write the table of bad images, or delete that of an earlier call if there are none."""
     path.unlink(missing_ok=True)
     if bad_images:
         write_csv(path, [("image", "reason"), *bad_images.items()])

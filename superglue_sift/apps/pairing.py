@@ -26,15 +26,15 @@ from superglue_sift.features.store import PhotoFile
 from superglue_sift.files import FileName, read_lines, spelled_as_file
 from superglue_sift.matcher import groups
 
-PICTURE = "matches.jpg"  # ending of pictures of matches, which are no photographs
+PICTURE_ENDING = "matches.jpg"  # ending of pictures of matches, which are no photographs
 MAX_EXHAUSTIVE = 200  # all pairs of so many images, 19,900, are matched by default
-BLOCK = 16  # number of images of a block, half of those whose pixels stay in memory
-NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default number of others for each image
+IMAGES_PER_BLOCK = 16  # half of the images whose pixels stay in memory
+DEFAULT_NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default number of others for each image
 AUTO = "auto"
 EXHAUSTIVE = "exhaustive"
-PAIRINGS = (AUTO, EXHAUSTIVE, *NEIGHBOURS)
-WORDS = 64
-SAMPLE = 20_000  # number of descriptors for the vocabulary, equally many of each image
+PAIRINGS = (AUTO, EXHAUSTIVE, *DEFAULT_NEIGHBOURS)
+VOCABULARY_SIZE = 64  # words
+SAMPLED_DESCRIPTORS = 20_000  # for the vocabulary, equally many of each image
 
 PhotoPair = Tuple[PhotoFile, PhotoFile]
 
@@ -44,37 +44,47 @@ PhotoPair = Tuple[PhotoFile, PhotoFile]
 def name_images(paths: Iterable[FileName], root: FileName) -> List[PhotoFile]:
     """Name the files to match by their paths below `root`. Pictures of matches are left out.
 
+    Args:
+        paths: the files. A file that is named twice counts once.
+        root: their folder.
+
     Raises:
         RequestError: If there are fewer than two.
     """
     # An earlier command may have written pictures of matches into the folder.
-    photos = [path for path in map(Path, paths) if not path.name.endswith(f"_{PICTURE}")]
-    by_path = {Path(os.path.abspath(path)): path for path in photos}  # a file counts once
+    photos = [path for path in map(Path, paths) if not path.name.endswith(f"_{PICTURE_ENDING}")]
+    by_path = {Path(os.path.abspath(path)): path for path in photos}  # A file counts once.
     if len(by_path) < 2:
         count = "only one image" if by_path else "no image"
-        reason = f"{count} to match, two or more are needed (*_{PICTURE} does not count)"
+        reason = f"{count} to match, two or more are needed (*_{PICTURE_ENDING} does not count)"
         raise RequestError(f"{root}: {reason}")
     named = name_photos(list(by_path), Path(os.path.abspath(root)))
     return [photo._replace(path=by_path[photo.path]) for photo in named]
 
 
 def name_photos(paths: Sequence[Path], root: Path) -> List[PhotoFile]:
-    """Name photographs by their path below `root`, without extension if every A_B stays unique.
+    """Name photographs by their paths below `root`.
+
+    Names have no extension if the name A_B of every pair stays unique without it.
+
+    Args:
+        paths: absolute paths of the photographs.
+        root: absolute path of their folder.
 
     Raises:
         RequestError: If two results would have one name.
     """
     inside = [path.relative_to(root) if root in path.parents else path for path in paths]
-    # A file elsewhere is named by its whole path, without "/", ".." and the drive.
+    # A file that is not below `root` is named by its whole path, without "/", ".." and the drive.
     whole = [
         "-".join(part for part in path.parts if part not in (path.anchor, "..")) for path in inside
     ]
     plain = [name.rpartition(".")[0] or name for name in whole]
-    # A and a are one file name on Windows and macOS. If there are images a and a_b, then a_b_c
-    # could be the pair of a with b_c, or of a_b with c.
-    taken = {name.casefold() for name in plain}
-    is_unique = len(taken) == len(plain) and not any(
-        name[: separator.start()].casefold() in taken
+    # Windows and macOS do not distinguish A and a. If there are images a and a_b, then a_b_c could
+    # be the pair of a with b_c, or of a_b with c.
+    folded_names = {name.casefold() for name in plain}
+    is_unique = len(folded_names) == len(plain) and not any(
+        name[: separator.start()].casefold() in folded_names
         for name in plain
         for separator in re.finditer("_", name)
     )
@@ -96,50 +106,59 @@ def name_pairs(pairs: Iterable[Tuple[FileName, FileName]], root: Path) -> List[P
     Raises:
         RequestError: If there is no pair, or one of a photograph with itself.
     """
-    pairs_of_paths = [_paths_of_pair(pair, root) for pair in pairs]
+    pairs_of_paths = [_resolve_pair(pair, root) for pair in pairs]
     if not pairs_of_paths:
         raise RequestError("pairs: there are none; name at least one")
-    return _name_pairs(pairs_of_paths, root)
+    return _name_unique_pairs(pairs_of_paths, root)
 
 
 def read_pair_list(file: Path, root: Path) -> List[PhotoPair]:
-    """Read pairs from a text file, `a b` in each line, which name images below `root`.
+    """Read pairs from a text file with `a b` in each line.
 
     Names with spaces stand in double quotes, or have a tab between them. Lines that start with `#`
-    are ignored. Numbers after the names are ignored, too: in SuperGlue's lists, they are two
-    rotations, two camera matrices and a pose. Raises RequestError for an unreadable file or a line
-    without two names.
+    are ignored. Numbers after the names are ignored, too. In SuperGlue's lists they are two
+    rotations, two camera matrices and a pose.
+
+    Args:
+        file: the text file.
+        root: folder of the images, below which they are named.
+
+    Returns:
+        Each pair once, in order.
+
+    Raises:
+        RequestError: If the file cannot be read, has no pairs, or a line without two names.
     """
     pairs = []
     for number, line in read_lines(file):
-        names = _names(line)
+        names = _parse_names(line)
         if len(names) != 2:
             fix = "put names with spaces in double quotes, or a tab between the two"
             raise RequestError(f"{file}:{number}: needs two names, has {line!r:.80}; {fix}")
         try:
-            pairs.append(_paths_of_pair((names[0], names[1]), root))
+            pairs.append(_resolve_pair((names[0], names[1]), root))
         except RequestError as error:
             raise RequestError(f"{file}:{number}: {error}") from None
     if not pairs:
         raise RequestError(f"{file}: has no pairs; a line is `a.jpg b.jpg`")
-    return _name_pairs(pairs, root)
+    return _name_unique_pairs(pairs, root)
 
 
-def _name_pairs(pairs: Iterable[Tuple[Path, Path]], root: Path) -> List[PhotoPair]:
-    """Name the photographs of pairs by their paths below `root`, each pair once, in order."""
+def _name_unique_pairs(pairs: Iterable[Tuple[Path, Path]], root: Path) -> List[PhotoPair]:
+    """Name the photographs of pairs by their paths below `root`, and leave out repeated pairs."""
     unique = dict.fromkeys(pairs)
     paths = list(dict.fromkeys(itertools.chain.from_iterable(unique)))
     photos = dict(zip(paths, name_photos(paths, root)))
     return [(photos[path0], photos[path1]) for path0, path1 in unique]
 
 
-def _paths_of_pair(names: Tuple[FileName, FileName], root: Path) -> Tuple[Path, Path]:
+def _resolve_pair(names: Tuple[FileName, FileName], root: Path) -> Tuple[Path, Path]:
     """Return the paths of a pair of files below `root`.
 
     Raises:
         RequestError: If both are one file.
     """
-    # A name that is not found stays as it is, and is reported as a bad image.
+    # A name without a file stays as it is, and is reported as a bad image.
     spelled = (spelled_as_file(root, str(name)) or name for name in names)
     path0, path1 = (Path(os.path.normpath(root / name)) for name in spelled)
     if path0 == path1:
@@ -147,22 +166,22 @@ def _paths_of_pair(names: Tuple[FileName, FileName], root: Path) -> Tuple[Path, 
     return path0, path1
 
 
-def _names(line: str) -> List[str]:
-    """Return the names in a line. Numbers that follow the first two names are left out.
+def _parse_names(line: str) -> List[str]:
+    """Return the names in a line, without numbers that follow the first two names.
 
-    If the line has tabs, they separate the names. Otherwise spaces do, and a name with spaces is
-    quoted.
+    Names have tabs between them. In a line without tabs they have spaces between them, and a name
+    with spaces is quoted.
     """
-    between = "\t" if "\t" in line else " "
+    delimiter = "\t" if "\t" in line else " "
     try:
-        words = next(csv.reader([line], delimiter=between, skipinitialspace=True))
-    except csv.Error:  # a line that is too long
+        words = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True))
+    except csv.Error:  # The line is too long.
         return []
     words = [word.strip() for word in words if word.strip()]
     return words[:2] if re.fullmatch(r"[-+.\de ]*", " ".join(words[2:])) else words
 
 
-# --- which pairs are matched
+# --- pairs that are chosen
 
 
 def choose_pairs(
@@ -177,19 +196,22 @@ def choose_pairs(
         photos: the photographs.
         features_of: returns the features of a photograph, which must be SIFT. Only "nearest" calls
             it.
-        pairing: "exhaustive", or "sequential" or "nearest" with `k` others for each photograph, or
-            "auto" (`resolve_pairing`).
-        k: number of others. If None, it is the number in NEIGHBOURS.
+        pairing: "exhaustive" for all pairs, "sequential" or "nearest" for each photograph with the
+            `k` before it or with the `k` most similar ones, or "auto" (`resolve_pairing`).
+        k: number of photographs that each is paired with. If None, it is that of
+            DEFAULT_NEIGHBOURS.
     """
     count = len(photos)
     pairing = resolve_pairing(pairing, k, count)
     if pairing == EXHAUSTIVE:
         return ExhaustivePairs(photos)
-    k = k or NEIGHBOURS[pairing]
+    k = k or DEFAULT_NEIGHBOURS[pairing]
     if pairing == "sequential":
         indices = [(i, j) for j in range(count) for i in range(max(0, j - k), j)]
     else:
-        indices = nearest_pairs(photos, lambda photo: features_of(photo).records["descriptor"], k)
+        indices = find_nearest_pairs(
+            photos, lambda photo: features_of(photo).records["descriptor"], k
+        )
     return [(photos[i], photos[j]) for i, j in indices]
 
 
@@ -204,9 +226,13 @@ def check_pairing(pairing: str, k: Optional[int]) -> None:
 
 
 def resolve_pairing(pairing: str, k: Optional[int], count: int) -> str:
-    """Return the pairing that "auto" stands for. Other pairings are returned as they are.
+    """Replace "auto" by the pairing that it stands for. Other pairings are returned as they are.
 
-    It is "nearest" with `k` or for more than MAX_EXHAUSTIVE photographs, else "exhaustive".
+    Args:
+        pairing: one of PAIRINGS.
+        k: with it, "auto" stands for "nearest".
+        count: number of photographs. For more than MAX_EXHAUSTIVE, "auto" stands for "nearest", and
+            otherwise for "exhaustive".
     """
     if pairing != AUTO:
         return pairing
@@ -214,9 +240,9 @@ def resolve_pairing(pairing: str, k: Optional[int], count: int) -> str:
 
 
 class ExhaustivePairs:
-    """All pairs of photographs, block by block, so that most pairs need no image read again.
+    """All pairs of photographs, made one by one in each iteration, since they may be millions.
 
-    They may be millions, so they are made as they are iterated over.
+    They come block by block, so that most pairs need no image to be read again.
     """
 
     def __init__(self, photos: Sequence[PhotoFile]) -> None:
@@ -226,72 +252,85 @@ class ExhaustivePairs:
         return len(self._photos) * (len(self._photos) - 1) // 2
 
     def __iter__(self) -> Iterator[PhotoPair]:
-        blocks = groups(self._photos, BLOCK)
-        for block, other in itertools.combinations_with_replacement(blocks, 2):
-            if other is block:
-                yield from itertools.combinations(block, 2)
+        blocks = groups(self._photos, IMAGES_PER_BLOCK)
+        for block0, block1 in itertools.combinations_with_replacement(blocks, 2):
+            if block1 is block0:
+                yield from itertools.combinations(block0, 2)
             else:
-                yield from itertools.product(block, other)
+                yield from itertools.product(block0, block1)
 
 
-def nearest_pairs(
+def find_nearest_pairs(
     images: Sequence[Any], descriptors: Callable[[Any], np.ndarray], k: int
 ) -> List[Tuple[int, int]]:
-    """Pair each image with the k (at least 1) most similar others.
+    """Pair each image with the k images that are most similar to it.
 
     Args:
-        descriptors: returns SIFT (n, 128) uint8 of an image. It is called twice for each image,
-            with one result in memory at a time.
+        images: the images.
+        descriptors: returns SIFT (n, 128) uint8 of an image. It is called twice for each image, so
+            that the descriptors of only one image are in memory.
+        k: number of images that each is paired with, at least 1.
 
     Returns:
-        Pairs (i, j) with i < j, sorted and unique.
+        The indices (i, j) of the images of each pair, with i < j, sorted and unique.
     """
     if len(images) < 2:
         return []
-    # The vocabulary comes from equally many descriptors of each image, at regular intervals.
     samples = []
     for image in images:
         rows = descriptors(image)
-        count = min(SAMPLE // len(images) + 1, len(rows))
+        count = min(SAMPLED_DESCRIPTORS // len(images) + 1, len(rows))
         samples.append(to_root_sift(rows[np.linspace(0, len(rows) - 1, count).astype(int)]))
-    words = vocabulary(samples)
-    described = np.stack([vlad(to_root_sift(descriptors(image)), words) for image in images])
-    # Take the k largest cosines of each image, but not the image itself.
+    words = make_vocabulary(samples)
+    vectors = np.stack([compute_vlad(to_root_sift(descriptors(image)), words) for image in images])
     pairs = set()
-    for i, vector in enumerate(described):
-        similarity = described @ vector
-        # An image is most similar to itself.
+    for i, vector in enumerate(vectors):
+        similarity = vectors @ vector
+        # An image is most similar to itself, and makes no pair with itself.
         similarity[i] = -np.inf
         for j in np.argsort(-similarity, kind="stable")[: min(k, len(images) - 1)]:
             pairs.add((min(i, int(j)), max(i, int(j))))
     return sorted(pairs)
 
 
-def vocabulary(samples: Sequence[np.ndarray]) -> np.ndarray:
-    """Cluster RootSIFT samples (n, 128) into at most 64 words (W, 128) float32.
+def make_vocabulary(samples: Sequence[np.ndarray]) -> np.ndarray:
+    """Cluster descriptors into words.
 
-    Equal samples give equal words.
+    Equal descriptors give equal words.
+
+    Args:
+        samples: RootSIFT (n, 128) float32 of each image.
+
+    Returns:
+        At most 64 words (W, 128) float32.
     """
-    together = np.concatenate(samples)
-    if len(together) <= WORDS:
-        return together
+    descriptors = np.concatenate(samples)
+    if len(descriptors) <= VOCABULARY_SIZE:
+        return descriptors
     # k-means begins with random centres, which are the same in each run.
     cv2.setRNGSeed(0)
     criteria = (cv2.TERM_CRITERIA_EPS + cv2.TERM_CRITERIA_MAX_ITER, 30, 1e-4)
     no_labels: Any = None
-    return cv2.kmeans(together, WORDS, no_labels, criteria, 1, cv2.KMEANS_PP_CENTERS)[2]
+    return cv2.kmeans(descriptors, VOCABULARY_SIZE, no_labels, criteria, 1, cv2.KMEANS_PP_CENTERS)[
+        2
+    ]
 
 
-def vlad(descriptors: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Compute the VLAD vector of an image, (W * 128,) float32 of unit length.
+def compute_vlad(descriptors: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Compute the VLAD vector of an image.
 
-    An image without keypoints has a vector of zeros.
+    Args:
+        descriptors: RootSIFT (n, 128) of the image.
+        words: the vocabulary, (W, 128).
+
+    Returns:
+        (W * 128,) float32 of unit length, or zeros for an image without keypoints.
     """
     sums = np.zeros_like(words)
     if len(descriptors) and len(words):
-        # Find the nearest word of each descriptor, (n,). |d - w|^2 = |d|^2 - 2 d w + |w|^2.
-        word = np.argmax(descriptors @ words.T - (words**2).sum(1) / 2, axis=1)
-        np.add.at(sums, word, descriptors - words[word])
+        # The nearest word of each descriptor, (n,), by |d - w|^2 = |d|^2 - 2 d w + |w|^2
+        nearest = np.argmax(descriptors @ words.T - (words**2).sum(1) / 2, axis=1)
+        np.add.at(sums, nearest, descriptors - words[nearest])
     # Normalise by word, so that a repeated pattern does not outweigh the rest, then as a whole.
     sums /= np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-12)
     return sums.ravel() / max(float(np.linalg.norm(sums)), 1e-12)

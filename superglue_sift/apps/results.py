@@ -19,18 +19,18 @@ from typing import Any, Collection, Dict, Optional, Set
 
 import numpy as np
 
-from superglue_sift.apps.pairing import PICTURE, PhotoPair
+from superglue_sift.apps.pairing import PICTURE_ENDING, PhotoPair
 from superglue_sift.errors import RequestError
 from superglue_sift.features.store import FeatureStore, read_npz
 from superglue_sift.files import write_atomic
 from superglue_sift.match_result import REFINED, MatchResult
 from superglue_sift.matches import Matches
 
-# Endings of the files of a pair, besides PICTURE
-MATCHES = "matches.npz"
-JSON = "matches.json"
-# What results are made from that is in no setting. Raise it if the arrays of a file change.
-FORMAT = 1
+# Endings of the files of a pair, besides PICTURE_ENDING
+MATCHES_ENDING = "matches.npz"
+JSON_ENDING = "matches.json"
+# Version of the arrays of a file. Raise it if they change, so that pairs are matched again.
+RESULTS_FORMAT = 1
 
 # Why a result does not fit
 MISSING = "missing"
@@ -39,119 +39,138 @@ OTHER_PROGRAM = "of another program or an old version"
 OTHER_SETTINGS = "with another model, version or settings"
 OTHER_PHOTOS = "with a photograph or mask that changed"
 
-NAME_BYTES = 255  # length of a file's name that most file systems allow
-DIGITS = 16  # of the digest in a name that was too long
+NAME_BYTES = 255  # maximum length of a file's name on most file systems
+DIGEST_DIGITS = 16  # of the digest in a name that was too long
 JPEG_END = b"\xff\xd9"  # marker at the end of a JPEG
 
 
 class PairFiles:
     """The files of pairs in one folder: `A_B_matches.npz`, `.json` and `.jpg`.
 
-    A and B are the names of the photographs (`pair_stem`).
+    A and B are the names of the photographs (`make_pair_stem`).
     """
 
     def __init__(self, folder: Path, store: FeatureStore) -> None:
-        """Name the folder. It need not exist.
+        """Name the files. This reads and writes nothing.
 
         Args:
+            folder: their folder, which need not exist.
             store: the features of the photographs, and the matcher.
         """
         self.folder = folder
         self._store = store
-        self._settings = f"{FORMAT}-{store.matcher.digest()}"
-        self._max_bytes = max_name_bytes(folder)
+        self._settings = f"{RESULTS_FORMAT}-{store.matcher.digest()}"
+        self._max_bytes = find_max_name_bytes(folder)
 
-    def path(self, pair: PhotoPair, ending: str) -> Path:
+    def get_path(self, pair: PhotoPair, ending: str) -> Path:
         """Return the path of a file of a pair."""
-        stem = pair_stem(pair[0].name, pair[1].name, self._max_bytes)
+        stem = make_pair_stem(pair[0].name, pair[1].name, self._max_bytes)
         return self.folder / f"{stem}_{ending}"
 
-    def existing(self) -> Set[str]:
-        """Return the names of all files of matches in the folder."""
+    def list_matches_files(self) -> Set[str]:
+        """Return the names of all `*_matches.npz` in the folder."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
-            return {entry.name for entry in entries if entry.name.endswith(f"_{MATCHES}")}
+            return {entry.name for entry in entries if entry.name.endswith(f"_{MATCHES_ENDING}")}
         return set()
 
-    def made_from(self, pair: PhotoPair) -> str:
+    def compute_origin(self, pair: PhotoPair) -> str:
         """Return the digest of the matcher and of both photographs with their masks."""
         digests = (self._store.digest(photo) for photo in pair)
         return "-".join([self._settings, *digests])
 
-    def misfit(self, pair: PhotoPair) -> Optional[str]:
+    def explain_misfit(self, pair: PhotoPair) -> Optional[str]:
         """Return why the matches of a pair must be made again, or None if they fit."""
-        path = self.path(pair, MATCHES)
+        path = self.get_path(pair, MATCHES_ENDING)
         if not path.exists():
             return MISSING
         arrays = read_npz(path)
         if arrays is None:
             return DAMAGED
         made_from = str(arrays.get("made_from", ""))
-        if made_from == self.made_from(pair):
+        if made_from == self.compute_origin(pair):
             return None
-        if not made_from.startswith(f"{FORMAT}-"):
+        if not made_from.startswith(f"{RESULTS_FORMAT}-"):
             return OTHER_PROGRAM
         return OTHER_PHOTOS if made_from.startswith(f"{self._settings}-") else OTHER_SETTINGS
 
     def read(self, pair: PhotoPair) -> MatchResult:
-        """Read the matches of a pair, which fit. Raises RequestError if they are gone."""
-        path = self.path(pair, MATCHES)
+        """Read the matches of a pair, which fit.
+
+        Raises:
+            RequestError: If the file was deleted or changed in the meantime.
+        """
+        path = self.get_path(pair, MATCHES_ENDING)
         arrays = read_npz(path)
         if arrays is None:
             raise RequestError(f"{path}: was changed in the meantime; start again")
         matches = Matches.from_dense(arrays["matches"], arrays["match_confidence"])
         # (M, ...) of the keypoints of image 0 -> (K, ...) of the matches
         index0 = matches.indices[:, 0]
-        changes: Dict[str, Any] = {name: arrays[name][index0] for name in REFINED if name in arrays}
+        attributes: Dict[str, Any] = {
+            name: arrays[name][index0] for name in REFINED if name in arrays
+        }
         if "pair_score" in arrays:
-            changes["pair_score"] = float(arrays["pair_score"])
+            attributes["pair_score"] = float(arrays["pair_score"])
         images = (pair[0].path, pair[1].path)
         result = MatchResult.of(self._store(pair[0]), self._store(pair[1]), matches)
-        return dataclasses.replace(result, images=images, **changes)
+        return dataclasses.replace(result, images=images, **attributes)
 
     def write(self, pair: PhotoPair, result: MatchResult, endings: Collection[str]) -> None:
         """Write all files of a pair that was matched.
 
         Args:
-            endings: JSON and PICTURE, if they are asked for. A file of the earlier matches is made
-                again in any case.
+            pair: the pair.
+            result: its matches.
+            endings: JSON_ENDING and PICTURE_ENDING, if these files are wanted. A file of earlier
+                matches is written again in any case.
         """
-        path = self.path(pair, MATCHES)
-        path.unlink(missing_ok=True)  # the earlier matches, until all files are new
-        earlier = {name for name in (JSON, PICTURE) if self.path(pair, name).exists()}
+        # The matches are deleted first and written last, since a pair counts as done if they are
+        # there.
+        path = self.get_path(pair, MATCHES_ENDING)
+        path.unlink(missing_ok=True)
+        extra_endings = (JSON_ENDING, PICTURE_ENDING)
+        earlier = {ending for ending in extra_endings if self.get_path(pair, ending).exists()}
         for ending in sorted({*endings, *earlier}):
-            self.write_more(pair, result, ending)
-        # The matches are written last, since a pair counts as done if they are there.
-        write_atomic(path, npz_of(result, **self._about(pair)))
+            self.write_extra_file(pair, result, ending)
+        write_atomic(path, make_npz(result, **self._describe_pair(pair)))
 
-    def write_more(self, pair: PhotoPair, result: MatchResult, ending: str) -> None:
-        """Write the JSON or the picture of a pair."""
+    def write_extra_file(self, pair: PhotoPair, result: MatchResult, ending: str) -> None:
+        """Write the JSON or the picture of a pair.
+
+        Args:
+            pair: the pair.
+            result: its matches.
+            ending: JSON_ENDING or PICTURE_ENDING.
+        """
         result = dataclasses.replace(result, images=(pair[0].path, pair[1].path))
-        if ending == JSON:
-            write_atomic(self.path(pair, JSON), json_of(result, **self._about(pair)))
+        if ending == JSON_ENDING:
+            write_atomic(
+                self.get_path(pair, JSON_ENDING), make_json(result, **self._describe_pair(pair))
+            )
         else:
-            result.show().save(self.path(pair, PICTURE))
+            result.show().save(self.get_path(pair, PICTURE_ENDING))
 
-    def lacks(self, pair: PhotoPair, ending: str) -> bool:
-        """Say whether the JSON or the picture of a pair is missing or damaged."""
+    def is_missing(self, pair: PhotoPair, ending: str) -> bool:
+        """Say whether the JSON or the picture of a pair is missing, damaged or of other matches."""
         try:
-            data = self.path(pair, ending).read_bytes()
-            if ending == PICTURE:
+            data = self.get_path(pair, ending).read_bytes()
+            if ending == PICTURE_ENDING:
                 return not data.endswith(JPEG_END)
-            return json.loads(data)["made_from"] != self.made_from(pair)
+            return json.loads(data)["made_from"] != self.compute_origin(pair)
         except (OSError, ValueError, KeyError, TypeError):
             return True
 
-    def _about(self, pair: PhotoPair) -> Dict[str, str]:
-        """Return what the files of a pair say about their matches."""
+    def _describe_pair(self, pair: PhotoPair) -> Dict[str, str]:
+        """Return the texts that the files of a pair hold beside the matches."""
         names = {"image0": pair[0].name, "image1": pair[1].name}
-        return {**names, "made_from": self.made_from(pair)}
+        return {**names, "made_from": self.compute_origin(pair)}
 
 
 # --- names
 
 
-def pair_stem(name0: str, name1: str, max_bytes: int = NAME_BYTES) -> str:
-    """Return how the names of a pair's files begin: A_B.
+def make_pair_stem(name0: str, name1: str, max_bytes: int = NAME_BYTES) -> str:
+    """Return A_B, with which the names of a pair's files begin.
 
     If A_B_matches.json would be longer than `max_bytes`, A and B are cut to equal lengths, and 16
     hexadecimal digits of the SHA-256 of A_B follow. Equal names always give equal results.
@@ -161,50 +180,49 @@ def pair_stem(name0: str, name1: str, max_bytes: int = NAME_BYTES) -> str:
         name1: B, the name of the second photograph.
         max_bytes: maximum length of a file's name in bytes of UTF-8.
 
-    Returns:
-        The stem of the names.
-
-    >>> pair_stem("cup0", "cup1")
-    'cup0_cup1'
-    >>> pair_stem("a" * 128, "b" * 128, max_bytes=60)
-    'aaaaaaaaaaaaaa_bbbbbbbbbbbbbb_b0ec87fffe63cd8d'
+    Example:
+        >>> make_pair_stem("cup0", "cup1")
+        'cup0_cup1'
+        >>> make_pair_stem("a" * 128, "b" * 128, max_bytes=60)
+        'aaaaaaaaaaaaaa_bbbbbbbbbbbbbb_b0ec87fffe63cd8d'
     """
     stem = f"{name0}_{name1}"
-    most = max_bytes - len(f"_{JSON}")
+    max_stem_bytes = max_bytes - len(f"_{JSON_ENDING}")
     data = stem.encode("utf-8", "surrogateescape")
-    if len(data) <= most:
+    if len(data) <= max_stem_bytes:
         return stem
-    digest = hashlib.sha256(data).hexdigest()[:DIGITS]
-    most_of_each = (most - len(f"__{digest}")) // 2
-    return f"{_cut(name0, most_of_each)}_{_cut(name1, most_of_each)}_{digest}"
+    digest = hashlib.sha256(data).hexdigest()[:DIGEST_DIGITS]
+    max_bytes_each = (max_stem_bytes - len(f"__{digest}")) // 2
+    return f"{_cut_name(name0, max_bytes_each)}_{_cut_name(name1, max_bytes_each)}_{digest}"
 
 
-def _cut(name: str, max_bytes: int) -> str:
+def _cut_name(name: str, max_bytes: int) -> str:
     """Return the beginning of a name, without a part of a character at its end."""
     return name.encode("utf-8", "surrogateescape")[:max_bytes].decode("utf-8", "ignore")
 
 
-def max_name_bytes(folder: Path) -> int:
-    """Return how long a file's name in a folder may be, in bytes, at most NAME_BYTES.
+def find_max_name_bytes(folder: Path) -> int:
+    """Return the maximum length of a file's name in a folder, in bytes. It is at most NAME_BYTES.
 
-    Encrypted folders allow 143 on some systems. The folder need not exist.
+    On some systems encrypted folders allow only 143 bytes. The folder need not exist.
     """
     folder = folder.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
         return min(NAME_BYTES, os.pathconf(folder, "PC_NAME_MAX"))
-    except (AttributeError, OSError, ValueError):  # such as Windows, where the limit is the same
+    except (AttributeError, OSError, ValueError):
+        # Windows has no pathconf, and the same limit.
         return NAME_BYTES
 
 
 # --- contents
 
 
-def npz_of(result: MatchResult, **about: str) -> bytes:
-    """Return the bytes of a `.npz` of a result, in the common layout.
+def make_npz(result: MatchResult, **about: str) -> bytes:
+    """Encode a result as the bytes of a `.npz`, with the names that SuperGlue uses.
 
-    It has these arrays:
+    The file has these arrays:
 
     keypoints0, keypoints1: (M, 2) and (N, 2) float32 px.
     matches: (M,) int64, -1 without a match.
@@ -215,6 +233,7 @@ def npz_of(result: MatchResult, **about: str) -> bytes:
     (M,), float32, which are NaN without a match. Pairs of a scene also have pair_score ().
 
     Args:
+        result: the matches.
         about: further texts by name, such as the names of the photographs.
     """
     matches, scores = result.dense()
@@ -234,37 +253,40 @@ def npz_of(result: MatchResult, **about: str) -> bytes:
         # (K, ...) of the matches -> (M, ...) of the keypoints of image 0
         arrays[name] = np.full((len(matches), *refined.shape[1:]), np.nan, np.float32)
         arrays[name][result.matches[:, 0]] = refined
-    # Write the archive to memory, so that the file appears whole.
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
     return file.getvalue()
 
 
-def json_of(result: MatchResult, **about: str) -> bytes:
-    """Return JSON of a result, with the common names.
+def make_json(result: MatchResult, **about: str) -> bytes:
+    """Encode a result as JSON, with the names that SuperGlue and LightGlue use.
 
+    image_size0, image_size1: width and height in px.
+    keypoints0, keypoints1: lists of [x, y] in px.
+    matches0: for each keypoint of image 0 the index of its match in image 1, or -1.
+    matching_scores0: the score of this match, or 0.
     matches: a list of [index0, index1, score].
-    frame, turned0, turned1: see `MatchResult`.
+    frame, turned0, turned1, pair_score, accepted: see `MatchResult`.
     inliers, supported, H_0to1, F_0to1: from `MatchResult.fits`. A model that is not supported fits
-        as wrong matches would.
+        no better than a model of wrong matches.
     aligned0, aligned1, deviations, correlations: in the order of the matches. An entry is null
         where refinement failed. All are null if the matches were not refined.
 
     Args:
+        result: the matches.
         about: further texts by name, such as the names of the photographs.
     """
 
-    def rounded(values: Optional[np.ndarray], digits: int) -> Any:
-        """Return a list, with null for numbers that are not finite."""
+    def round_numbers(values: Optional[np.ndarray], digits: int) -> Any:
+        """Return a list with None for numbers that are not finite, since JSON has no NaN."""
         if values is None:
             return None
         values = values.astype(float).round(digits)
-        # JSON has no NaN.
         return np.where(np.isfinite(values), values, None).tolist()  # pyright: ignore
 
     fits = result.fits()
     matches0, scores0 = result.dense()
-    scores = rounded(result.scores, 6)
+    scores = round_numbers(result.scores, 6)
     record: Dict[str, Any] = {
         **about,
         "frame": result.frame,
@@ -272,16 +294,16 @@ def json_of(result: MatchResult, **about: str) -> bytes:
         "turned1": result.turned[1],
         "image_size0": result.size0,
         "image_size1": result.size1,
-        "keypoints0": rounded(result.keypoints0, 3),
-        "keypoints1": rounded(result.keypoints1, 3),
+        "keypoints0": round_numbers(result.keypoints0, 3),
+        "keypoints1": round_numbers(result.keypoints1, 3),
         "matches0": matches0.tolist(),
-        "matching_scores0": rounded(scores0, 6),
+        "matching_scores0": round_numbers(scores0, 6),
         "matches": [[*indices, score] for indices, score in zip(result.matches.tolist(), scores)],
         "pair_score": result.pair_score,
         "accepted": result.accepted,
         "inliers": {name: int(fit.inliers.sum()) for name, fit in fits.items()},
         "supported": {name: fit.supported for name, fit in fits.items()},
-        **{name: rounded(getattr(result, name), 4) for name in REFINED},
+        **{name: round_numbers(getattr(result, name), 4) for name in REFINED},
     }
     for name, key in (("H_0to1", "homography"), ("F_0to1", "fundamental")):
         model = fits[key].model

@@ -2,13 +2,13 @@
 
 This needs `pip install 'superglue-sift[colmap]'`.
 
-`database_of` fills a new database. COLMAP's own importer writes the photographs: their cameras, and
-their positions by GPS. COLMAP's coordinates start at the corner of the first pixel, so 0.5 is
-added. It ignores the EXIF orientation, so keypoints of photographs that were rotated upright are
-rotated back.
+`create_database` fills a new database. COLMAP's own importer writes the photographs with their
+cameras and their positions by GPS. COLMAP's coordinates start at the corner of the first pixel, so
+0.5 is added. COLMAP ignores the EXIF orientation, so keypoints of photographs that were rotated
+upright are rotated back.
 
-`StoredFeatures` reads the features that a database already holds, and adds their matches
-(`superglue-match --colmap DATABASE`). Nothing is extracted again and no photograph is read.
+`DatabaseFeatures` reads the features that a database already holds, and writes matches of them
+(`superglue-match --colmap DATABASE`). Nothing is extracted again, and no photograph is read.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ MIN_INLIERS = 15  # minimum for a verified pair, as in COLMAP's own matcher
 CAMERAS = {None: "AUTO", "folder": "PER_FOLDER", "image": "PER_IMAGE"}  # COLMAP's words
 ONLY_FATAL = 3  # level of COLMAP's log
 
-MAX_FEATURES = 256  # images of a database whose features stay in memory
-SIFT = (0, -1)  # types of descriptors: COLMAP's SIFT, or not stated by older versions
-EXTRACT = "run colmap feature_extractor first"
+MAX_CACHED_IMAGES = 256  # images of a database whose features stay in memory
+SIFT_TYPES = (0, -1)  # types of descriptors: COLMAP's SIFT, or not stated by older versions
+EXTRACT_FIRST = "run colmap feature_extractor first"
 
-# Id, camera, and positions (n, 2) float64 in COLMAP's coordinates of an image of a database
-Entry = Tuple[int, Any, np.ndarray]
+# An image of a database: its number, its camera, and its keypoints (n, 2) float64 in COLMAP's
+# coordinates
+ImageEntry = Tuple[int, Any, np.ndarray]
 
 # --- a new database
 
 
 @contextlib.contextmanager
-def database_of(
+def create_database(
     path: Path,
     root: Path,
     photos: Sequence[PhotoFile],
@@ -58,7 +59,7 @@ def database_of(
     refine: bool,
     camera_per: Optional[str] = None,
 ) -> Iterator[Callable[..., None]]:
-    """Yield a function that adds pairs of `photos`. The database is there at the end.
+    """Yield a function that adds a pair of `photos`. The database is written at the end.
 
     Args:
         path: the new database.
@@ -68,11 +69,12 @@ def database_of(
         refine: refine keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop
             matches of scenes that then do not fit (`verification.agree_with_one_geometry`). Without
             this, four cameras of unknown focal length move by decimetres.
-        camera_per: "folder" or "image". If None, photographs whose EXIF data name the same camera
-            have one camera, the others one each, as in COLMAP's importer.
+        camera_per: "folder" or "image": what has one camera. If None, photographs whose EXIF data
+            name the same camera share one, and each of the others has its own, as in COLMAP's
+            importer.
 
     Raises:
-        RequestError: COLMAP cannot read a photograph.
+        RequestError: If COLMAP cannot read a photograph.
     """
     path = real_path(path)
     partial = path.with_name(path.name + ".partial")
@@ -82,8 +84,8 @@ def database_of(
     keypoints: Dict[PhotoFile, np.ndarray] = {}
     pairs: List[Tuple[PhotoFile, PhotoFile, MatchResult]] = []
 
-    def add(photo0: PhotoFile, photo1: PhotoFile, result: MatchResult) -> None:
-        # Keep the keypoints of a photograph once, not for each of its pairs, and no rejected pair.
+    def add_pair(photo0: PhotoFile, photo1: PhotoFile, result: MatchResult) -> None:
+        # The keypoints of a photograph are kept once, not for each of its pairs.
         result = replace(
             result,
             keypoints0=keypoints.setdefault(photo0, result.keypoints0),
@@ -92,28 +94,28 @@ def database_of(
         if len(result.matches):
             pairs.append((photo0, photo1, result))
 
-    # Photographs that COLMAP cannot read show here, before hours of work.
+    # An error about photographs that COLMAP cannot read comes before hours of work.
     _import_photographs(partial, root, list(names.values()), CAMERAS[camera_per])
-    yield add
-    moved = refine_keypoints(keypoints, pairs, store) if refine else keypoints
+    yield add_pair
+    refined = refine_keypoints(keypoints, pairs, store) if refine else keypoints
     with _pycolmap().Database.open(str(partial)) as database:
         entries = {
-            photo: _write_keypoints(database, names[photo], store(photo).move(places))
-            for photo, places in moved.items()
+            photo: _write_keypoints(database, names[photo], store(photo).move(positions))
+            for photo, positions in refined.items()
         }
         for photo0, photo1, result in pairs:
-            # Leave out pairs that a list names in both orders.
-            both = entries[photo0], entries[photo1]
-            if database.exists_matches(both[0][0], both[1][0]):
+            entry0, entry1 = entries[photo0], entries[photo1]
+            # A list may name a pair in both orders.
+            if database.exists_matches(entry0[0], entry1[0]):
                 continue
             if refine and result.pair_score is not None:
                 # Keep the matches on whose refined positions all pairs agree.
-                points0 = moved[photo0][result.matches[:, 0]]
-                points1 = moved[photo1][result.matches[:, 1]]
+                points0 = refined[photo0][result.matches[:, 0]]
+                points1 = refined[photo1][result.matches[:, 1]]
                 sizes = (result.size0, result.size1)
                 result = result.only(verification.agree_with_one_geometry(points0, points1, sizes))
             if len(result.matches):
-                _write_pair(database, *both, result.matches)
+                _write_pair(database, entry0, entry1, result.matches)
     replace_file(partial, path)
 
 
@@ -126,30 +128,32 @@ def _import_photographs(database: Path, root: Path, names: List[str], mode: str)
     """Write photographs with their cameras and positions by GPS, by COLMAP's importer.
 
     Args:
+        database: the file, which is created.
+        root: folder of the photographs.
+        names: paths of the photographs below `root`.
         mode: how cameras are shared, in COLMAP's words.
 
     Raises:
-        RequestError: Which names the photographs, if COLMAP cannot read some of them.
+        RequestError: If COLMAP cannot read a photograph.
     """
     pycolmap = _pycolmap()
     level = pycolmap.logging.minloglevel
     pycolmap.logging.minloglevel = ONLY_FATAL
-    pycolmap.Database.open(str(database)).close()  # the importer needs a file
-    shared = pycolmap.CameraMode.__members__[mode]
-    pycolmap.import_images(str(database), str(root), camera_mode=shared, image_names=names)
+    pycolmap.Database.open(str(database)).close()  # The importer needs an existing file.
+    camera_mode = pycolmap.CameraMode.__members__[mode]
+    pycolmap.import_images(str(database), str(root), camera_mode=camera_mode, image_names=names)
     pycolmap.logging.minloglevel = level
     with pycolmap.Database.open(str(database)) as content:
         unread = [name for name in names if not content.exists_image(name)]
     if unread:
-        more = f" and {len(unread) - 1} more" if unread[1:] else ""
+        count = f" and {len(unread) - 1} more" if unread[1:] else ""
         fix = "save as JPEG or PNG, with the EXIF data"
-        raise RequestError(f"{unread[0]}{more}: COLMAP cannot read the file; {fix}")
+        raise RequestError(f"{unread[0]}{count}: COLMAP cannot read the file; {fix}")
 
 
-def _write_keypoints(database: Any, name: str, features: Features) -> Entry:
+def _write_keypoints(database: Any, name: str, features: Features) -> ImageEntry:
     """Write the keypoints of an image, and its descriptors if they are SIFT; return its entry."""
     image = database.read_image_with_name(name)
-    # Rotate the positions back to stored pixels.
     to_stored = map_to_upright(invert_orientation(features.turned), features.size)
     points = two_view.transform(features.keypoints.astype(np.float64), to_stored)
     # The centre of the first pixel is (0, 0) here, and (0.5, 0.5) in COLMAP.
@@ -165,16 +169,16 @@ def _write_keypoints(database: Any, name: str, features: Features) -> Entry:
     return image.image_id, database.read_camera(image.camera_id), points.astype(np.float64)
 
 
-def _write_pair(database: Any, entry0: Entry, entry1: Entry, matches: np.ndarray) -> None:
+def _write_pair(database: Any, entry0: ImageEntry, entry1: ImageEntry, matches: np.ndarray) -> None:
     """Write matches (K, 2) of two images, and their geometry if COLMAP verifies it."""
     pycolmap = _pycolmap()
     id0, camera0, points0 = entry0
     id1, camera1, points1 = entry1
     matches = matches.astype(np.uint32)
     geometry = pycolmap.estimate_two_view_geometry(camera0, points0, camera1, points1, matches)
-    # COLMAP's mapper would also use what its own test calls a watermark.
+    # COLMAP's mapper would also use a geometry that COLMAP itself takes for a watermark.
     watermark = pycolmap.TwoViewGeometryConfiguration.WATERMARK
-    # Write both or none, since a pair with matches counts as done when a killed run is resumed.
+    # Both are written or none, since a command that goes on skips pairs with matches.
     with pycolmap.DatabaseTransaction(database):
         database.write_matches(id0, id1, matches)
         if len(geometry.inlier_matches) >= MIN_INLIERS and geometry.config != watermark:
@@ -186,34 +190,44 @@ def refine_keypoints(
     pairs: Sequence[Tuple[PhotoFile, PhotoFile, MatchResult]],
     store: FeatureStore,
 ) -> Dict[PhotoFile, np.ndarray]:
-    """Refine the keypoints (N, 2) px of each photograph by the pixels of all its pairs."""
-    # `tracks` knows photographs by number.
-    number = {photo: at for at, photo in enumerate(keypoints)}
-    waiting = (
+    """Refine the keypoints of each photograph by the pixels of all its pairs.
+
+    Args:
+        keypoints: keypoints (N, 2) px of each photograph.
+        pairs: both photographs and the matches of each pair.
+        store: the features, and the matcher.
+
+    Returns:
+        The refined keypoints (N, 2) px of each photograph.
+    """
+    # `tracks` names photographs by their index.
+    index_of = {photo: index for index, photo in enumerate(keypoints)}
+    matched_pairs = (
         (result, store.with_pixels(photo0), store.with_pixels(photo1))
         for photo0, photo1, result in pairs
     )
-    done = store.matcher.refine_batch(waiting)
-    shown = Progress(done, total=len(pairs), desc="refining", unit="pairs")
-    refined = (
-        (number[photo0], number[photo1], result)
+    results = store.matcher.refine_batch(matched_pairs)
+    shown = Progress(results, total=len(pairs), desc="refining", unit="pairs")
+    refined_pairs = (
+        (index_of[photo0], index_of[photo1], result)
         for result, (photo0, photo1, _) in zip(shown, pairs)
     )
-    return dict(zip(number, tracks.refine_tracks(list(keypoints.values()), refined)))
+    return dict(zip(index_of, tracks.refine_tracks(list(keypoints.values()), refined_pairs)))
 
 
 # --- a database that exists
 
 
-class StoredFeatures:
-    """The features of an existing database, and the pairs that have matches.
+class DatabaseFeatures:
+    """The features and matches of an existing database.
 
-    Use it as a context manager, which closes the database. Only pairs without matches are added, so
-    that the same command goes on where it was stopped.
+    It is a context manager that closes the database.
 
     Attributes:
+        path: the database.
+        max_keypoints: maximum number of keypoints per image.
         photos: the images with features. Their paths are those that the database states.
-        without: names of the images without features.
+        images_without_features: the names of the other images.
     """
 
     def __init__(self, path: Path, max_keypoints: int) -> None:
@@ -224,35 +238,37 @@ class StoredFeatures:
             max_keypoints: maximum number of keypoints per image, those of the largest scales.
 
         Raises:
-            RequestError: It is no COLMAP database with features, or another program writes it.
+            RequestError: If the file is no COLMAP database with features, or another program
+                writes it.
         """
         self.path = path
         self.max_keypoints = max_keypoints
         pycolmap = _pycolmap()
         if not path.is_file():
-            raise RequestError(f"{path}: no such database; {EXTRACT}")
+            raise RequestError(f"{path}: no such database; {EXTRACT_FIRST}")
         # pycolmap does not report that another program holds the lock for writing.
         try:
-            with contextlib.closing(sqlite3.connect(path, timeout=1)) as held:
-                held.execute("BEGIN IMMEDIATE")
+            with contextlib.closing(sqlite3.connect(path, timeout=1)) as connection:
+                connection.execute("BEGIN IMMEDIATE")
             self._database = pycolmap.Database.open(str(path))
         except (sqlite3.DatabaseError, RuntimeError) as error:
-            locked = "another program writes it; wait until that ends"
-            reason = locked if "locked" in str(error) else "is not a database of COLMAP"
+            reason = "is not a database of COLMAP"
+            if "locked" in str(error):
+                reason = "another program writes it; wait until that ends"
             raise RequestError(f"{path}: {reason}") from None
         self._images: Dict[str, Any] = {}
-        self.without: List[str] = []
+        self.images_without_features: List[str] = []
         for image in sorted(self._database.read_all_images(), key=lambda image: image.name):
             if self._database.exists_descriptors(image.image_id):
                 self._images[image.name] = image
             else:
-                self.without.append(image.name)
+                self.images_without_features.append(image.name)
         if not self._images:
-            raise RequestError(f"{path}: has no features; {EXTRACT}")
+            raise RequestError(f"{path}: has no features; {EXTRACT_FIRST}")
         self.photos = [PhotoFile(name, Path(name)) for name in self._images]
-        self._read = functools.lru_cache(MAX_FEATURES)(self._read_image)
+        self._read = functools.lru_cache(MAX_CACHED_IMAGES)(self._read_image)
 
-    def __enter__(self) -> StoredFeatures:
+    def __enter__(self) -> DatabaseFeatures:
         return self
 
     def __exit__(self, *_error: Any) -> None:
@@ -262,15 +278,15 @@ class StoredFeatures:
         """Return the features of an image, the largest first.
 
         Raises:
-            RequestError: Unless they are SIFT.
+            RequestError: If they are no SIFT.
         """
         return self._read(photo)[0]
 
-    def check(self, pairs: Iterable[Tuple[PhotoFile, PhotoFile]]) -> None:
-        """Read the features of all images of these pairs, to find those that cannot be matched.
+    def check_features(self, pairs: Iterable[Tuple[PhotoFile, PhotoFile]]) -> None:
+        """Check that the features of all images of some pairs can be matched.
 
         Raises:
-            RequestError: Unless they are SIFT.
+            RequestError: If they are no SIFT.
         """
         for photo in dict.fromkeys(itertools.chain.from_iterable(pairs)):
             self(photo)
@@ -280,28 +296,34 @@ class StoredFeatures:
         ids = [self._images[photo.name].image_id for photo in (photo0, photo1)]
         return self._database.exists_matches(*ids) or self._database.exists_two_view_geometry(*ids)
 
-    def add(self, photo0: PhotoFile, photo1: PhotoFile, result: MatchResult) -> None:
-        """Write the matches of a pair, none if it was rejected, and their geometry if verified."""
+    def write_matches(self, photo0: PhotoFile, photo1: PhotoFile, result: MatchResult) -> None:
+        """Write the matches of a pair, and their geometry if COLMAP verifies it.
+
+        A rejected pair has no matches, and counts as matched afterwards.
+        """
         _, order0, entry0 = self._read(photo0)
         _, order1, entry1 = self._read(photo1)
         matches = result.scored_matches.renumber(order0, order1).indices
         _write_pair(self._database, entry0, entry1, matches)
 
-    def _read_image(self, photo: PhotoFile) -> Tuple[Features, np.ndarray, Entry]:
+    def _read_image(self, photo: PhotoFile) -> Tuple[Features, np.ndarray, ImageEntry]:
         """Read the features of an image.
 
         Returns:
-            The features, their rows in the database, and the entry of all rows.
+            The features, their rows in the database, and the entry with all rows.
+
+        Raises:
+            RequestError: If the descriptors are no SIFT.
         """
         image = self._images[photo.name]
         camera = self._database.read_camera(image.camera_id)
         keypoints = self._database.read_keypoints(image.image_id)
-        described = self._database.read_descriptors(image.image_id)
-        if int(described.type) not in SIFT:
-            kind = described.type.name
+        descriptors = self._database.read_descriptors(image.image_id)
+        if int(descriptors.type) not in SIFT_TYPES:
+            kind = descriptors.type.name
             raise RequestError(f"{self.path}: {photo.name} has descriptors of {kind}, not of SIFT")
-        features = Features.of_colmap(keypoints, described.data, (camera.width, camera.height))
-        # Keep the largest keypoints. `order` has their rows in the database.
+        features = Features.of_colmap(keypoints, descriptors.data, (camera.width, camera.height))
+        # The rows of the largest keypoints in the database
         order = np.argsort(-features.records["scale"], kind="stable")[: self.max_keypoints]
         entry = image.image_id, camera, keypoints[:, :2].astype(np.float64)
         return features.select(order), order, entry

@@ -20,19 +20,28 @@ from superglue_sift.matches import Matches
 def to_dmatches(result: MatchResult) -> List[cv2.DMatch]:
     """Convert to OpenCV's matches, for `cv2.drawMatches` and others. Distances are 1 - score."""
     return [
-        cv2.DMatch(int(i), int(j), float(1.0 - s))
-        for (i, j), s in zip(result.matches, result.scores)
+        cv2.DMatch(int(index0), int(index1), float(1.0 - score))
+        for (index0, index1), score in zip(result.matches, result.scores)
     ]
 
 
 def from_dmatches(
     matches: Sequence[cv2.DMatch], features0: Features, features1: Features
 ) -> MatchResult:
-    """Convert OpenCV's matches to a result. This is the inverse of `to_dmatches`."""
-    # The reshape keeps (0, 2) for no matches.
-    pairs = np.array([(m.queryIdx, m.trainIdx) for m in matches], np.int64).reshape(-1, 2)
-    scores = np.array([1.0 - m.distance for m in matches], np.float32)
-    return MatchResult.of(features0, features1, Matches(pairs, scores))
+    """Convert OpenCV's matches to a result. This is the inverse of `to_dmatches`.
+
+    Args:
+        matches: OpenCV's matches, whose distances are 1 - score.
+        features0: the features of image 0, to which `queryIdx` belongs.
+        features1: the features of image 1, to which `trainIdx` belongs.
+    """
+    indices = [(match.queryIdx, match.trainIdx) for match in matches]
+    scores = [1.0 - match.distance for match in matches]
+    # Without matches the array has the shape (0,) before it is reshaped.
+    scored_matches = Matches(
+        np.array(indices, np.int64).reshape(-1, 2), np.array(scores, np.float32)
+    )
+    return MatchResult.of(features0, features1, scored_matches)
 
 
 def to_keypoints(features: Features) -> List[cv2.KeyPoint]:
@@ -75,10 +84,16 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
 
 
 def from_lightglue(data: Mapping[str, Any]) -> Features:
-    """Convert LightGlue's features, a batch of one. This is the inverse of `to_lightglue`.
+    """Convert LightGlue's features. This is the inverse of `to_lightglue`.
 
-    Other SIFT can be converted, too. Scores that are missing or 0 become the typical one. Raises
-    RequestError as `Features.of`.
+    SIFT of other programs can be converted, too. Scores that are missing or 0 become the typical
+    score.
+
+    Args:
+        data: tensors or arrays of a batch of one, with the names and units of `to_lightglue`.
+
+    Raises:
+        RequestError: If an array has a wrong shape or a value out of range.
     """
     # (1, ...) tensors or arrays -> (...) arrays
     values = {name: torch.as_tensor(value, device="cpu")[0].numpy() for name, value in data.items()}
@@ -106,11 +121,11 @@ def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:
         "matches": [torch.from_numpy(result.matches)],
         "scores": [torch.from_numpy(result.scores)],
     }
-    # (K, 2) indices -> (1, M) and (1, N) partners
-    for view in (0, 1):
-        partners, scores = (torch.from_numpy(values)[None] for values in result.dense(view))
-        output[f"matches{view}"] = partners
-        output[f"matching_scores{view}"] = scores
+    # (K, 2) -> (1, M) and (1, N)
+    for image in (0, 1):
+        indices, scores = (torch.from_numpy(values)[None] for values in result.dense(image))
+        output[f"matches{image}"] = indices
+        output[f"matching_scores{image}"] = scores
     return output
 
 
@@ -120,13 +135,15 @@ def from_lightglue_matches(
     """Convert the output of LightGlue, glue-factory or a similar matcher to a result.
 
     Args:
-        data: tensors or arrays for a pair, alone or as a batch of one. `matches0` is (M,) or (1,
-            M), and -1 for a keypoint without a match. `matching_scores0` has the same shape.
+        data: tensors or arrays for a pair, alone or as a batch of one. `matches0` is (M,) or
+            (1, M), and -1 for a keypoint without a match. `matching_scores0` has the same shape.
+        features0: the features of image 0.
+        features1: the features of image 1.
     """
     matches0, scores0 = (
         torch.as_tensor(data[name], device="cpu").detach().reshape(-1)
         for name in ("matches0", "matching_scores0")
     )
-    # (M,) partners -> (K, 2) indices
+    # (M,) -> (K, 2)
     matches = Matches.from_dense(matches0.long().numpy(), scores0.float().numpy())
     return MatchResult.of(features0, features1, matches)

@@ -38,9 +38,9 @@ from superglue_sift.interop import convert
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
 
-NAME = "superglue_sift"
-ARRAYS = ("keypoints", "scores", "descriptors", "scales", "oris")  # of an image
-MATCHES = ("matches0", "matching_scores0")  # arrays of a pair
+MATCHER_NAME = "superglue_sift"
+IMAGE_ARRAYS = ("keypoints", "scores", "descriptors", "scales", "oris")  # of an image
+PAIR_ARRAYS = ("matches0", "matching_scores0")  # arrays of a pair
 
 
 def write_features(path: FileName, name: str, features: Features) -> None:
@@ -53,6 +53,14 @@ def write_features(path: FileName, name: str, features: Features) -> None:
     - oris (N,), in degrees,
     - descriptors (128, N), RootSIFT,
     - image_size (2,), width and height.
+
+    Args:
+        path: the HDF5 file, which is created if it is missing.
+        name: name of the image, as hloc names it.
+        features: SIFT features.
+
+    Raises:
+        RequestError: If the features are no SIFT, or h5py is not installed.
     """
     data = convert.to_lightglue(features)
     arrays = {
@@ -61,9 +69,10 @@ def write_features(path: FileName, name: str, features: Features) -> None:
         "descriptors": data["descriptors"][0].numpy().T,
         "scales": features.records["scale"] / 2,
         "oris": features.records["angle"],
-        "image_size": np.array(features.size),  # whole, since hloc creates tensors of this size
+        # Whole numbers, since hloc creates tensors of this size
+        "image_size": np.array(features.size),
     }
-    _write(path, Path(name).as_posix(), arrays)
+    _replace_group(path, Path(name).as_posix(), arrays)
 
 
 def write_matches(path: FileName, name0: str, name1: str, result: MatchResult) -> None:
@@ -77,14 +86,17 @@ def write_matches(path: FileName, name0: str, name1: str, result: MatchResult) -
         name0: name of the first image, as hloc names it.
         name1: name of the second image.
         result: the matches.
+
+    Raises:
+        RequestError: If h5py is not installed.
     """
     output = convert.to_lightglue_matches(result)
     # hloc names the group of a/b.jpg and c.jpg a-b.jpg/c.jpg.
     pair = "/".join(Path(name).as_posix().replace("/", "-") for name in (name0, name1))
-    _write(path, pair, {name: output[name][0].numpy() for name in MATCHES})
+    _replace_group(path, pair, {name: output[name][0].numpy() for name in PAIR_ARRAYS})
 
 
-def _write(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:
+def _replace_group(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:
     """Write arrays to a group of an HDF5 file, in place of an earlier group of this name."""
     # hloc opens its files by the same version of HDF5.
     with import_extra("h5py", "hloc").File(str(path), "a", libver="latest") as file:
@@ -95,7 +107,7 @@ def _write(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:
 
 
 class MatcherForHloc:
-    """A matcher for hloc, without its BaseModel (see `register`)."""
+    """A matcher for hloc, without hloc's BaseModel. `register` adds that base class."""
 
     default_conf: ClassVar[Dict[str, Any]] = {
         "model": None,
@@ -105,11 +117,11 @@ class MatcherForHloc:
         "scene": False,
     }
     required_inputs: ClassVar[List[str]] = [
-        f"{name}{view}" for view in "01" for name in ("image", *ARRAYS)
+        f"{name}{view}" for view in "01" for name in ("image", *IMAGE_ARRAYS)
     ]
 
     def _init(self, conf: Mapping[str, Any]) -> None:
-        # hloc itself adds the name of the matcher.
+        # hloc adds the name of the matcher.
         unknown = conf.keys() - self.default_conf.keys() - {"name"}
         if unknown:
             allowed = ", ".join(self.default_conf)
@@ -120,12 +132,16 @@ class MatcherForHloc:
     def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
         """Match hloc's features of two images.
 
+        Args:
+            data: the arrays of both images (`write_features`) as tensors of a batch of one, and the
+                images (1, C, H, W), of which only the sizes are used.
+
         Returns:
-            Matches0 (1, M) and matching_scores0 (1, M).
+            matches0 (1, M) and matching_scores0 (1, M).
         """
         views = []
         for view in "01":
-            values = {name: data[name + view] for name in ARRAYS}
+            values = {name: data[name + view] for name in IMAGE_ARRAYS}
             height, width = data["image" + view].shape[-2:]
             # hloc has sigma, degrees, and a column for each descriptor.
             values.update(
@@ -137,11 +153,14 @@ class MatcherForHloc:
             )
             views.append(convert.from_lightglue(values)._replace(frame=STORED))
         output = convert.to_lightglue_matches(self.matcher.match(*views))
-        return {name: output[name].to(data["keypoints0"].device) for name in MATCHES}
+        return {name: output[name].to(data["keypoints0"].device) for name in PAIR_ARRAYS}
 
 
 def register() -> Type:
-    """Register the matcher `superglue_sift` in hloc; return its class.
+    """Register the matcher `superglue_sift` in hloc, by a new module in `sys.modules`.
+
+    Returns:
+        The class of the matcher.
 
     Raises:
         RequestError: If hloc is not installed.
@@ -154,9 +173,11 @@ def register() -> Type:
         ) from None
     # hloc finds a matcher by the name of its module, and takes the one subclass of BaseModel.
     matcher = type(
-        "SuperGlueSIFT", (MatcherForHloc, BaseModel), {"__module__": f"hloc.matchers.{NAME}"}
+        "SuperGlueSIFT",
+        (MatcherForHloc, BaseModel),
+        {"__module__": f"hloc.matchers.{MATCHER_NAME}"},
     )
-    home = ModuleType(f"hloc.matchers.{NAME}")
-    home.SuperGlueSIFT = matcher  # type: ignore[attr-defined]
-    sys.modules[home.__name__] = home
+    module = ModuleType(f"hloc.matchers.{MATCHER_NAME}")
+    module.SuperGlueSIFT = matcher  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
     return matcher

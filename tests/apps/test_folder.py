@@ -316,15 +316,15 @@ names = st.text(st.characters(blacklist_characters="/\0"), min_size=1, max_size=
 @given(names, names, st.integers(60, 255))
 def test_the_names_of_a_pair_fit_any_limit(name0, name1, limit):
     name0, name1 = (os.fsdecode(name.encode("utf-8", "surrogatepass")) for name in (name0, name1))
-    stem = results.pair_stem(name0, name1, limit)
+    stem = results.make_pair_stem(name0, name1, limit)
     assert len(f"{stem}_matches.json".encode("utf-8", "surrogateescape")) <= limit
-    assert results.pair_stem(name0, name1, limit) == stem
+    assert results.make_pair_stem(name0, name1, limit) == stem
     plain = f"{name0}_{name1}"
     assert stem == plain or len(plain.encode("utf-8", "surrogateescape")) > limit - 13
 
 
 def test_long_names_that_begin_alike_are_different_pairs():
-    stems = {results.pair_stem("a" * 200 + tail, "b" * 200) for tail in ("1", "2", "")}
+    stems = {results.make_pair_stem("a" * 200 + tail, "b" * 200) for tail in ("1", "2", "")}
     assert len(stems) == 3
 
 
@@ -380,5 +380,5 @@ def test_a_name_from_a_mac_is_the_file_of_the_same_letters(tmp_path, on_disk, in
 
 def test_photographs_without_keypoints_look_like_none():
     words = np.eye(2, 128, dtype=np.float32)
-    assert not pairing.vlad(words[:0], words).any()
-    assert pairing.nearest_pairs(["alone"], lambda _name: words, 1) == []
+    assert not pairing.compute_vlad(words[:0], words).any()
+    assert pairing.find_nearest_pairs(["alone"], lambda _name: words, 1) == []

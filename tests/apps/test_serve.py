@@ -54,7 +54,7 @@ def test_two_images_give_the_steps_and_the_files_of_the_command(client, untraine
     assert answer["threshold"] == 0.5 and answer["summary"] == expected.summarize()
     files = {name: base64.b64decode(text) for name, text in answer["files"].items()}
     record = json.loads(files["matches.json"])
-    assert record["matches"] == json.loads(results.json_of(expected))["matches"]
+    assert record["matches"] == json.loads(results.make_json(expected))["matches"]
     with np.load(io.BytesIO(files["matches.npz"])) as arrays:
         assert (arrays["matches"] >= 0).sum() == len(expected.matches)
     picture = expected.show(*map(gray, views), captions=False)
@@ -71,7 +71,7 @@ def test_a_bad_image_is_one_line(client, views):
 
 
 def test_what_is_refused(client, untrained, views):
-    assert post(client, bytes(serve.MAX_BYTES), b"").status_code == 413
+    assert post(client, bytes(serve.MAX_REQUEST_BYTES), b"").status_code == 413
     assert post(client, views[0]).status_code == 400  # one image
     assert post(client, *views, headers={"Origin": "http://evil.example"}).status_code == 403
     assert post(client, *views, home="http://evil.example").status_code == 400
@@ -88,7 +88,7 @@ def test_it_listens_on_this_machine_alone_on_any_port_that_is_free(untrained, ca
         other.listen()
         taken = other.getsockname()[1]
         with mock.patch.object(serve, "PORT", taken):
-            threading.Thread(target=serve.run, args=(untrained,), daemon=True).start()
+            threading.Thread(target=serve.serve_page, args=(untrained,), daemon=True).start()
             said = []
             wait_until(lambda: said.append(capfd.readouterr().out) or "http" in "".join(said), 10)
     port = int(re.search(r"http://127.0.0.1:(\d+)", "".join(said)).group(1))

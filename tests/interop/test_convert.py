@@ -86,7 +86,7 @@ def test_files_of_hloc_have_its_units_and_its_matcher_answers_as_ours(
     h5py = pytest.importorskip("h5py")
     home = ModuleType("hloc.utils.base_model")
     home.BaseModel = BaseModel
-    for name in ("hloc", "hloc.utils", f"hloc.matchers.{hloc.NAME}", home.__name__):
+    for name in ("hloc", "hloc.utils", f"hloc.matchers.{hloc.MATCHER_NAME}", home.__name__):
         monkeypatch.setitem(sys.modules, name, home)
     plugin = hloc.register()
     assert issubclass(plugin, BaseModel)
