@@ -1,9 +1,10 @@
 """Draw pictures of matches: two images side by side, joined by thin lines.
 
-The colour of a match shows its place in the first image, from yellow at the left to magenta at the
-right, so that the eye can follow a line. Colours of confidences would all look the same, since most
-confidences are near 1. `LINES` matches that are spread over the image are drawn as lines, and the
-others as dots, so that the images stay visible. Known wrong matches are red and end in crosses.
+The colour of a match shows its position in the first image, from yellow at the left to magenta at
+the right, so that the eye can follow a line. Colours of confidences would all look the same, since
+most confidences are near 1. `LINES` matches that are spread over the image are drawn as lines, and
+the others as dots, so that the images stay visible. Matches that are known to be wrong are red and
+end in crosses.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ HUES = (50.0, 300.0)
 LINES = 100  # Maximum number of matches of a pair that are lines
 CELLS = (8, 6)  # Cells across and down the first image, from which lines are taken in turn
 OPACITY = 0.75  # Opacity of lines, whose ends are opaque
-SIDE = 1280  # Maximum longer side of each image in the picture, pixels
-GAP = 8  # Pixels between the two images
-LETTERS = 50  # A letter's height is this part of the picture's width, to be read on a phone
-SMALLEST = 12  # Minimum height of a letter in pixels
+SIDE = 1280  # Maximum longer side of each image in the picture in px
+GAP = 8  # Width of the gap between the two images in px
+LETTERS = 50  # So many heights of a letter are the width of the picture, to be read on a phone
+SMALLEST = 12  # Minimum height of a letter in px
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Panel:
 
     Attributes:
         heading: text above the picture.
-        points0, points1: (K, 2) pixels.
+        points0, points1: (K, 2) px of both images.
         scores: (K,) confidences from 0 to 1.
-        wrong: (K,) bool, False if it is not known.
+        wrong: (K,) bool, whether a match is wrong. False if it is not known.
         wrong_means: what the legend says about wrong matches.
     """
 
@@ -60,7 +61,8 @@ class Picture:
     """A picture that a notebook shows.
 
     Attributes:
-        pixels: (H, W, 3) uint8 BGR. legend: a text that says what the colours mean.
+        pixels: (H, W, 3) uint8 BGR.
+        legend: a text that says what the colours mean.
     """
 
     pixels: np.ndarray
@@ -70,10 +72,13 @@ class Picture:
         return f"Picture({self.pixels.shape[1]}x{self.pixels.shape[0]} px; .save(path) writes it)"
 
     def encode(self, ending: str = ".jpg") -> bytes:
-        """Return the bytes of a file with this extension.
+        """Return the bytes of a file of the picture.
+
+        Args:
+            ending: extension of the file, which names its format.
 
         Raises:
-            RequestError: If OpenCV writes no such files.
+            RequestError: If OpenCV does not write this format.
         """
         try:
             return cv2.imencode(ending, self.pixels)[1].tobytes()
@@ -86,15 +91,21 @@ class Picture:
         """Write the picture in the format of its extension.
 
         Raises:
-            RequestError: For an unknown extension, and OSError if the file cannot be written.
+            RequestError: If OpenCV does not write this format.
+            OSError: If the file cannot be written.
         """
         write_atomic(path, self.encode(Path(path).suffix.lower()))
 
 
-def colours_of(points: np.ndarray, width: int) -> np.ndarray:
-    """Return the colours (K, 3) uint8 BGR of places (K, 2) in an image of this width.
+def compute_colours(points: np.ndarray, width: int) -> np.ndarray:
+    """Compute the colours of points by their x.
 
-    The hue of a place is that of its x.
+    Args:
+        points: (K, 2) px.
+        width: width of the image in px.
+
+    Returns:
+        (K, 3) uint8 BGR.
     """
     # OpenCV's unit of hue is two degrees.
     hue = np.interp((points[:, 0] + 0.5) / width, (0.0, 1.0), HUES) / 2
@@ -103,8 +114,8 @@ def colours_of(points: np.ndarray, width: int) -> np.ndarray:
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[:, 0] if len(points) else hsv[:, 0]
 
 
-def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
-    """Put two images (H0, W0) and (H1, W1) uint8, gray or BGR, next to each other.
+def join_images(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
+    """Join two images, gray (H, W) or BGR (H, W, 3) uint8, side by side.
 
     Returns:
         (max(H0, H1), W0 + GAP + W1, 3) uint8 BGR.
@@ -119,11 +130,19 @@ def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
     return canvas
 
 
-def spread(points: np.ndarray, scores: np.ndarray, size: Size) -> np.ndarray:
-    """Return the matches in the order in which they become lines, (K,) int64.
+def spread_over_image(points: np.ndarray, scores: np.ndarray, size: Size) -> np.ndarray:
+    """Order matches so that the first ones are spread over the image.
 
-    First comes the most confident match of each cell of an image of `size` (width, height), then
-    the second of each cell, and so on.
+    First comes the most confident match of each cell of the image, then the second of each cell,
+    and so on.
+
+    Args:
+        points: (K, 2) px in the image.
+        scores: (K,) confidences.
+        size: (width, height) of the image in px.
+
+    Returns:
+        (K,) int64, indices of the matches.
     """
     # (K, 2) px -> (K,) number of the cell
     scaled = points / size * CELLS
@@ -140,16 +159,18 @@ def draw_lines(canvas: np.ndarray, panel: Panel, size: Size) -> None:
     """Draw the matches of a panel on two images side by side.
 
     Args:
-        size: (width, height) of the left image.
+        canvas: (H, W, 3) uint8 BGR, the images from `join_images`. It is changed.
+        panel: the matches, in px of the images on the canvas.
+        size: (width, height) of the left image in px.
     """
     # Draw correct matches by rising confidence, then wrong ones, so that these stay visible.
     order = np.lexsort((panel.scores, panel.wrong))
-    lines = spread(panel.points0, panel.scores, size)[:LINES]
+    lines = spread_over_image(panel.points0, panel.scores, size)[:LINES]
     thickness = 1 + canvas.shape[1] // 2000
     # OpenCV takes fixed-point coordinates, here with four fractional bits.
     points1 = panel.points1 + np.array([size[0] + GAP, 0])
     ends = np.rint(16 * np.stack([panel.points0, points1], axis=1)).astype(int).tolist()
-    colours = colours_of(panel.points0, size[0])
+    colours = compute_colours(panel.points0, size[0])
     colours[panel.wrong] = RED
     colours = colours.tolist()
     # Draw the lines, and blend them with the images.
@@ -171,10 +192,17 @@ def draw_lines(canvas: np.ndarray, panel: Panel, size: Size) -> None:
                 cv2.line(canvas, *ends_of_arm, colour, thickness + 1, cv2.LINE_AA, 4)
 
 
-def text_bar(width: int, text: str) -> np.ndarray:
-    """Write text on a dark bar (h, width, 3) uint8, in as many lines as it needs.
+def draw_text_bar(width: int, text: str) -> np.ndarray:
+    """Draw text on a dark bar, in as many lines as it needs.
 
     The letters grow with the picture, because a page or a phone shows it smaller than it is.
+
+    Args:
+        width: width of the picture in px.
+        text: the text.
+
+    Returns:
+        (H, width, 3) uint8.
     """
     size = max(SMALLEST, width // LETTERS)
     font = ImageFont.load_default(size)
@@ -183,40 +211,44 @@ def text_bar(width: int, text: str) -> np.ndarray:
     lines = textwrap.wrap(text, int(0.95 * (width - size) / letter)) if text.strip() else [""]
     bar = Image.new("RGB", (width, int(1.4 * size * len(lines) + 0.6 * size)), DARK)
     for row, line in enumerate(lines):
-        place = (size // 2, int(1.4 * size * row + size))
-        ImageDraw.Draw(bar).text(place, line, fill="white", font=font, anchor="lm")
+        left_middle = (size // 2, int(1.4 * size * row + size))
+        ImageDraw.Draw(bar).text(left_middle, line, fill="white", font=font, anchor="lm")
     return np.array(bar)  # White and gray are the same in RGB and BGR
 
 
-def legend(panels: Sequence[Panel]) -> str:
+def write_legend(panels: Sequence[Panel]) -> str:
     """Say what colours, lines, dots and crosses mean. Name only what the panels use."""
     counts = [len(panel.scores) for panel in panels]
-    words = ["The colour of a match is its place in the first image."] * any(counts)
-    means = dict.fromkeys(panel.wrong_means for panel in panels if panel.wrong.any())
-    words += [f"Red crosses: {each}." for each in means]
+    sentences = ["The colour of a match is its place in the first image."] * any(counts)
+    meanings = dict.fromkeys(panel.wrong_means for panel in panels if panel.wrong.any())
+    sentences += [f"Red crosses: {meaning}." for meaning in meanings]
     if max(counts) > LINES:
-        words.append(f"{LINES} matches, spread over the image, are lines, the others dots.")
-    return " ".join(words)
+        sentences.append(f"{LINES} matches, spread over the image, are lines, the others dots.")
+    return " ".join(sentences)
 
 
-def draw(
+def draw_panels(
     image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel], captions: bool = True
 ) -> np.ndarray:
-    """Draw panels below each other, with headings and a legend; return (H, W, 3) uint8 BGR.
+    """Draw panels below each other, with headings and a legend.
 
     Args:
         image0, image1: (H, W) gray or (H, W, 3) BGR, uint8. They are reduced to a longer side of
             SIDE.
+        panels: the matches of each matcher, in px of these images.
         captions: whether to draw headings and legend. A page may have them as text.
+
+    Returns:
+        (H, W, 3) uint8 BGR.
     """
     small0, small1 = (reduce_image(image, SIDE) for image in (image0, image1))
     to0, to1 = (map_to_reduced(image.shape[1::-1], SIDE) for image in (image0, image1))
     rows: List[np.ndarray] = []
     for panel in panels:
-        canvas = side_by_side(small0, small1)
+        canvas = join_images(small0, small1)
         points0 = transform(panel.points0, to0)
         points1 = transform(panel.points1, to1)
         draw_lines(canvas, replace(panel, points0=points0, points1=points1), small0.shape[1::-1])
-        rows += [text_bar(canvas.shape[1], panel.heading), canvas]
-    rows.append(text_bar(rows[0].shape[1], legend(panels)))
+        rows += [draw_text_bar(canvas.shape[1], panel.heading), canvas]
+    rows.append(draw_text_bar(rows[0].shape[1], write_legend(panels)))
     return np.concatenate(rows if captions else rows[1:-1:2], axis=0)

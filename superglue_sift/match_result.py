@@ -13,7 +13,7 @@ from typing import Any, Dict, Iterator, Optional, Tuple, Union
 
 import numpy as np
 
-from superglue_sift.drawing import Panel, Picture, draw, legend
+from superglue_sift.drawing import Panel, Picture, draw_panels, write_legend
 from superglue_sift.errors import RequestError, warn_deprecated
 from superglue_sift.features.features import Features, Image, load_photo
 from superglue_sift.features.images import STORED, UPRIGHT, Photo
@@ -471,8 +471,8 @@ class MatchResult:
         is_outlier = ~fit.inliers & fit.supported
         wrong_means = f"matches that do not fit the {FIT_NAMES[name]}"
         panel = Panel(self.describe_fits(), points0, points1, self.scores, is_outlier, wrong_means)
-        pixels = draw(photos[0].pixels, photos[1].pixels, [panel], captions)
-        return Picture(pixels, legend([panel]))
+        pixels = draw_panels(photos[0].pixels, photos[1].pixels, [panel], captions)
+        return Picture(pixels, write_legend([panel]))
 
     def photos(
         self, image0: Optional[Image] = None, image1: Optional[Image] = None

@@ -76,8 +76,7 @@ class Matcher:
 
     Equal input gives equal bytes on one device. Threads may share a matcher: they extract features
     in parallel and take turns at the network, which uses all cores by itself. Processes must be
-    spawned, not forked. A matcher is pickled as the name of its file and its settings. Raises
-    RequestError for a setting out of range.
+    spawned, not forked. A matcher is pickled as the name of its file and its settings.
 
     Attributes:
         model: the network for inference on `device`, as `fuse_for_inference` returns it.
@@ -85,22 +84,25 @@ class Matcher:
         max_keypoints: maximum number of keypoints of an image.
         network_keypoints: maximum number of keypoints of an image that are selected for the network
             (`nearest.select_keypoints`). Time and memory grow with its square.
-        resize: longer side in pixels to which images are reduced for SIFT. Images below
-            `features.ENLARGED_TO` are enlarged to it. If 0, images keep their size. Keypoints are
-            always in pixels of the original image.
+        resize: longer side in px to which images are reduced for SIFT. Images below
+            `features.ENLARGED_TO` are enlarged to it. If 0, images keep their size. Features and
+            results are in px of the file in any case.
         threshold: minimum probability of a match of the network.
         extractor: the extractor of keypoints. None if it may not be run.
         refine: whether to refine positions by the pixels, if there are any
-            (`MatchResult.aligned1`). If None, refine them without `rules` only: a scene has many
-            matches, and takes the positions on which all pairs agree (`tracks.refine_tracks`). A
-            loaded matcher has True or False.
-        rules: rules for images that show one place, of which not every two overlap. Each pair is
-            first accepted or rejected, then matches of all keypoints are added (`verification`). If
-            None, match any images.
+            (`MatchResult.aligned1`). None becomes True without `rules`, and False with them: a
+            scene has many matches, and takes the positions on which all pairs agree
+            (`tracks.refine_tracks`).
+        rules: rules for images of one scene, of which not every two overlap. Each pair is first
+            accepted or rejected, then matches of all keypoints are added (`verification`). If None,
+            match any images.
         frame: the frame of coordinates. "upright" is rotated according to EXIF, as by `cv2.imread`
             and browsers. "stored" is not rotated, as in COLMAP (see `images`).
         weights_sha256: SHA-256 of the model file. "" if the network is from no file.
         workers: number of pairs that are matched at a time (`use_one_core_per_pair`).
+
+    Raises:
+        RequestError: For a setting out of range.
     """
 
     model: SuperGlue = dataclasses.field(repr=False)
@@ -149,22 +151,35 @@ class Matcher:
         accept: Optional[float] = None,
         likely: Optional[int] = None,
     ) -> Matcher:
-        """Load a model file. Raises RequestError for a file, a device or a setting that is wrong.
+        """Load a model file.
 
         Args:
             path: a trained model or any checkpoint. If None, take the shipped weights.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1".
-            max_keypoints, network_keypoints, resize: if None, take 4,096, 1,024 and 1,024. With
-                `scene`, None means 8,192, 512 and 1,600.
-            threshold: if None, take the model's own, or 0.2 if it has none.
+            max_keypoints: maximum number of keypoints of an image. If None, it is 4,096, or 8,192
+                with `scene`.
+            network_keypoints: maximum number of keypoints of an image that the network gets. If
+                None, it is 1,024, or 512 with `scene`.
+            resize: longer side in px to which images are reduced for SIFT, or 0. If None, it is
+                1,024, or 1,600 with `scene`.
+            threshold: minimum probability of a match. If None, take the one that the model names,
+                or 0.2 if it names none.
             precision: precision of the layers: float32, bfloat16 (for GPUs, and CPUs with AMX) or
                 float16.
-            compile: compile the layers by torch 2, once for each of a few sizes of images.
-            extractor: `module:function` of a model that was not trained on SIFT, which lets this
-                code run. Without it, such a model matches `Features` only.
-            refine: refine positions by the pixels. If None, refine them without `scene` only.
-            scene: follow `verification.Rules`.
-            accept, likely: settings of `verification.Rules`.
+            compile: whether to compile the layers by torch 2, once for each of a few sizes of
+                images.
+            extractor: `module:function` of a model that was not trained on SIFT. Naming it lets
+                this code run. Without it, such a model matches `Features` only.
+            refine: whether to refine positions by the pixels. If None, refine them without `scene`
+                only.
+            scene: whether the images show one scene (`verification.Rules`).
+            frame: frame of coordinates, "upright" or "stored" (see the class).
+            accept: minimum probability of an accepted pair of a scene (`verification.Rules`).
+            likely: minimum number of ratio matches of a pair of a scene (`verification.Rules`).
+
+        Raises:
+            RequestError: For a file that cannot be loaded, a device that is missing, or a setting
+                out of range.
 
         Example:
             >>> Matcher.load(device="cpu", max_keypoints=2048).max_keypoints
@@ -172,7 +187,7 @@ class Matcher:
         """
         # Check the settings before the model is loaded.
         _check_choice("precision", precision, PRECISIONS)
-        limits = _given(accept=accept, likely=likely)
+        limits = _drop_none(accept=accept, likely=likely)
         if limits and not scene:
             raise RequestError(f"{', '.join(limits)}: only with scene=True")
         rules = verification.Rules(**limits) if scene else None
@@ -181,8 +196,8 @@ class Matcher:
         network = fuse_for_inference(model, precision)
         if compile:
             _compile(network)
-        # Sizes that are not given are those of scenes, or the defaults of this class.
-        sizes = _given(
+        # Sizes that are None are those of scenes, or the defaults of this class.
+        sizes = _drop_none(
             max_keypoints=max_keypoints, network_keypoints=network_keypoints, resize=resize
         )
         matcher = cls(
@@ -190,15 +205,15 @@ class Matcher:
             device,
             **{**(SIZES_OF_SCENES if scene else {}), **sizes},
             threshold=read_match_threshold(info) if threshold is None else threshold,
-            extractor=_extractor_of(model.config.extractor, extractor),
+            extractor=_choose_extractor(model.config.extractor, extractor),
             refine=refine,
             rules=rules,
             frame=frame,
             weights_sha256=file_sha256(path or find_shipped_weights()),
         )
-        file = str(Path(path).resolve()) if path else None
+        resolved = str(Path(path).resolve()) if path else None
         matcher._reload = functools.partial(
-            cls.load, file, device, precision=precision, compile=compile, extractor=extractor
+            cls.load, resolved, device, precision=precision, compile=compile, extractor=extractor
         )
         return matcher
 
@@ -216,14 +231,14 @@ class Matcher:
         the settings. The device is not part of it, since it changes scores by rounding only.
         """
         tensors = self.model.state_dict()
-        wide = {name: tensor.float() for name, tensor in tensors.items()}
+        float_tensors = {name: tensor.float() for name, tensor in tensors.items()}
         extractor = self.extractor or SIFT
         return json_digest(
             {
                 "versions": (__version__, cv2.__version__),
                 "model": repr(self.model.config),
                 "weights": self.weights_sha256
-                or hashlib.sha256(encode_model_file(wide, {})).hexdigest(),
+                or hashlib.sha256(encode_model_file(float_tensors, {})).hexdigest(),
                 "precision": sorted({str(tensor.dtype) for tensor in tensors.values()}),
                 "extractor": (extractor.name, extractor.code, str(extractor.dtype)),
                 **{name: repr(getattr(self, name)) for name in SETTINGS},
@@ -233,18 +248,20 @@ class Matcher:
     def _check_process(self) -> None:
         """Raise RequestError in a forked process, where waiting for torch's threads never ends."""
         if self._process != os.getpid():
-            start = "multiprocessing.get_context('spawn') or torch.multiprocessing.spawn"
-            raise RequestError(
-                f"the Matcher was loaded before this process was forked: use {start}"
-            )
+            fix = "multiprocessing.get_context('spawn') or torch.multiprocessing.spawn"
+            raise RequestError(f"the Matcher was loaded before this process was forked: use {fix}")
 
     def extract(self, image: Image, mask: Optional[Union[FileName, np.ndarray]] = None) -> Features:
-        """Extract keypoints of an image for `match`. Raises RequestError if it cannot be read.
+        """Extract keypoints of an image for `match`.
 
         Args:
+            image: a file, an array (H, W) gray or (H, W, 3) BGR uint8, a PIL image or a tensor.
             mask: where it is black (0) or False, there is no keypoint. It is an array (H, W) like
                 the image, or a file of the size of the image's file, as in COLMAP. Transparent
                 pixels are left out in any case.
+
+        Raises:
+            RequestError: If the image or the mask cannot be read.
 
         Example:
             >>> from skimage import data
@@ -257,8 +274,8 @@ class Matcher:
             return self.extract_file(read_bytes(image), image, mask)
         # Pixels in memory are upright, so their masks need no rotation.
         gray, transparent = to_gray(image)
-        given = None if mask is None else load_mask(mask, gray.shape[1::-1], 1)
-        return self._extract(gray, (transparent, given), "an image")._replace(image=image)
+        loaded_mask = None if mask is None else load_mask(mask, gray.shape[1::-1], 1)
+        return self._extract(gray, (transparent, loaded_mask), "an image")._replace(image=image)
 
     def extract_file(
         self, data: bytes, path: FileName, mask: Optional[Union[FileName, np.ndarray]] = None
@@ -266,21 +283,27 @@ class Matcher:
         """Extract keypoints from the bytes of a file, as `extract` does.
 
         Args:
+            data: content of the file.
             path: the name of the file in messages. Features keep it as their image.
+            mask: a mask as for `extract`.
+
+        Raises:
+            RequestError: If the image or the mask cannot be read.
         """
         photo = decode_photo(data, str(path), True, self.frame)
         turned = photo.turned if self.frame == UPRIGHT else 1
-        given = None if mask is None else load_mask(mask, photo.size, turned)
-        features = self._extract(photo.pixels, (photo.mask, given), str(path))
+        loaded_mask = None if mask is None else load_mask(mask, photo.size, turned)
+        features = self._extract(photo.pixels, (photo.mask, loaded_mask), str(path))
         # A file of very many pixels was read at a smaller scale.
         return features.resize(photo.size)._replace(image=path, turned=turned)
 
     def _extract(
         self, gray: np.ndarray, masks: Sequence[Optional[np.ndarray]], name: str
     ) -> Features:
-        """Extract keypoints of gray pixels (H, W) uint8. See `extract`.
+        """Extract keypoints of gray pixels for `extract`.
 
         Args:
+            gray: (H, W) uint8.
             masks: (H, W) uint8 or None each. No keypoint lies where one of them is 0.
             name: name of the image, for warnings.
 
@@ -316,15 +339,17 @@ class Matcher:
     def match(
         self, image0: ImageOrFeatures, image1: ImageOrFeatures, *, refine: Optional[bool] = None
     ) -> MatchResult:
-        """Match two images, each a file, its pixels or its features from `extract`.
-
-        An image without keypoints has no matches. Raises RequestError for an image that cannot be
-        read, and for `refine=True` with features without pixels.
+        """Match two images. An image without keypoints has no matches.
 
         Args:
+            image0, image1: both images, each a file, its pixels or its features from `extract`.
             refine: whether to refine positions by the pixels. If None, do what the matcher was
                 loaded with, and leave the positions of features without pixels (`Features.of`) as
                 they are.
+
+        Raises:
+            RequestError: If an image cannot be read, or if `refine` is True and features have no
+                pixels.
 
         Example:
             >>> from skimage import data
@@ -351,8 +376,14 @@ class Matcher:
         """Match one image, whose features are computed once, with each of the others in order.
 
         Args:
+            image: the image that is part of each pair.
+            others: the images to match it with.
+            batch_size: how many pairs are read and matched at a time.
             refine: as for `match`.
-            accepted_only: leave out the pairs of a scene that were not accepted.
+            accepted_only: whether to leave out the pairs of a scene that were not accepted.
+
+        Raises:
+            RequestError: If an image cannot be read.
         """
         features = self.extract_all([image])[0]
         pairs = ((features, other) for other in others)
@@ -366,23 +397,28 @@ class Matcher:
         *,
         refine: Optional[bool] = None,
     ) -> Iterator[MatchResult]:
-        """Match each pair, in order. `batch_size` pairs are read and matched at a time.
+        """Match each pair, in order.
 
         Batches are faster on a GPU. Their scores differ from the scores of single pairs by
-        rounding. Raises RequestError for an image that cannot be read, before its batch is matched.
+        rounding.
 
         Args:
+            pairs: both images of each pair.
+            batch_size: how many pairs are read and matched at a time.
             refine: as for `match`.
+
+        Raises:
+            RequestError: If an image cannot be read. Its batch is then not matched.
         """
         check_range("batch_size", batch_size, 1)
-        for group in groups(pairs, batch_size):
-            features = self.extract_all(itertools.chain.from_iterable(group))
+        for batch_images in split_batches(pairs, batch_size):
+            features = self.extract_all(itertools.chain.from_iterable(batch_images))
             # The images of pair i are entries 2 i and 2 i + 1.
             batch = list(zip(features[::2], features[1::2]))
             if self.workers == 1:
                 yield from self._match(batch, refine)
             else:  # Side by side, each pair is a batch of its own
-                yield from self._map(lambda pair: self._match([pair], refine)[0], batch)
+                yield from self._map_in_threads(lambda pair: self._match([pair], refine)[0], batch)
 
     def refine_batch(
         self, results: Iterable[Tuple[MatchResult, Features, Features]]
@@ -398,8 +434,8 @@ class Matcher:
                 return result
             return result.refine(features0, features1, self.device)
 
-        for group in groups(results, 2 * self.workers):
-            yield from self._map(refine, group)
+        for batch in split_batches(results, 2 * self.workers):
+            yield from self._map_in_threads(refine, batch)
 
     def align_batch(
         self, found: Iterable[Tuple[MatchResult, Features, Features]]
@@ -408,7 +444,9 @@ class Matcher:
         warn_deprecated("Matcher.align_batch", "refine_batch")
         return self.refine_batch(found)
 
-    def _map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+    def _map_in_threads(
+        self, function: Callable[[Any], Any], items: Sequence[Any]
+    ) -> Iterator[Any]:
         """Call `function` for each of `items` in `workers` threads; yield the results in order."""
         with ThreadPoolExecutor(self.workers) as pool:
             yield from pool.map(function, items)
@@ -432,7 +470,12 @@ class Matcher:
     def _match(
         self, batch: Sequence[Tuple[Features, Features]], refine: Optional[bool]
     ) -> List[MatchResult]:
-        """Match a batch of pairs. The network takes them all at once. refine: as for `match`."""
+        """Match a batch of pairs. The network takes them all at once.
+
+        Args:
+            batch: features of both images of each pair.
+            refine: as for `match`.
+        """
         if refine and any(features.gray is None for pair in batch for features in pair):
             reason = "the features have no pixels, so positions cannot be refined"
             raise RequestError(f"refine=True: {reason}; leave it out, or match the images")
@@ -466,17 +509,21 @@ class Matcher:
             None.
 
         Raises:
-            RequestError: the network cannot match these features (`check_features`).
+            RequestError: If the network cannot match these features (`check_features`).
         """
         self._check_process()
         for pair in batch:
             check_features(self.model.config, *pair)
         if self.rules is not None:
             return self._match_scene(batch, self.rules)
-        return [
-            (add_guided_matches(network, mutual, selected, _points_of(pair), self.threshold), None)
-            for pair, network, mutual, selected in self.match_network(batch)
-        ]
+        results: List[Tuple[Matches, Optional[float]]] = []
+        for pair, network_matches, mutual_matches, selected in self.match_network(batch):
+            keypoints = _keypoints_of(pair)
+            matches = add_guided_matches(
+                network_matches, mutual_matches, selected, keypoints, self.threshold
+            )
+            results.append((matches, None))
+        return results
 
     def match_network(
         self, batch: Sequence[Tuple[Features, Features]]
@@ -485,27 +532,28 @@ class Matcher:
 
         Returns:
             For each pair:
-            - all its keypoints, in pixels of the reduced images,
+            - all its keypoints, in pixels of the images that SIFT saw,
             - all matches of the network, whatever their scores,
             - the mutual nearest neighbours of all keypoints,
             - the indices (m,) and (n,) of the selected keypoints.
         """
-        # Give the network positions and scales in pixels of the reduced images. In pixels of the
-        # files, it would see a zoom that is not there.
-        seen = (
-            (one.as_detected(self.resize), other.as_detected(self.resize)) for one, other in batch
-        )
-        pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in seen]
+        # Convert to pixels of the images that SIFT saw. In pixels of the files, the network would
+        # see a zoom that is not there.
+        pairs = []
+        for pair in batch:
+            features0, features1 = (features.as_detected(self.resize) for features in pair)
+            sizes = features0.size, features1.size
+            pairs.append(Pair(features0.records, features1.records, *sizes))
         # Select the keypoints of each pair that have a likely partner.
-        mutual = [nearest.match_by_ratio(*pair[:2], ratio=1.0) for pair in pairs]
+        mutual_matches = [nearest.match_by_ratio(*pair[:2], ratio=1.0) for pair in pairs]
         selected = [
             nearest.select_keypoints(*pair[:2], self.network_keypoints, matches)
-            for pair, matches in zip(pairs, mutual)
+            for pair, matches in zip(pairs, mutual_matches)
         ]
         # Threads take turns, since the network uses all cores by itself.
         with self._turn:
-            matches_of_pairs = match_pairs(self.model, pairs, self.device, selected)
-        return list(zip(pairs, matches_of_pairs, mutual, selected))
+            network_matches = match_pairs(self.model, pairs, self.device, selected)
+        return list(zip(pairs, network_matches, mutual_matches, selected))
 
     def _match_scene(
         self, batch: Sequence[Tuple[Features, Features]], rules: verification.Rules
@@ -514,86 +562,108 @@ class Matcher:
 
         The network runs where the ratio test finds something, and then each pair is verified.
         """
-        looks = [verification.preview_pair(pair, self.resize) for pair in batch]
+        previews = [verification.preview_pair(pair, self.resize) for pair in batch]
         # Leave out pairs with too few ratio matches, and the keypoints of watermarks.
-        likely = {
-            number: (batch[number][0].select(kept[0]), batch[number][1].select(kept[1]))
-            for number, (agreeing, kept) in enumerate(looks)
-            if agreeing >= rules.likely
-        }
-        # Match and verify the pairs that are left. Skipped pairs have no matches.
+        likely_pairs = {}
+        for number, ((features0, features1), preview) in enumerate(zip(batch, previews)):
+            count, (unmarked0, unmarked1) = preview
+            if count >= rules.likely:
+                likely_pairs[number] = features0.select(unmarked0), features1.select(unmarked1)
+        # Match and verify the likely pairs. The others have no matches.
         verified: List[Tuple[Matches, Optional[float]]]
         verified = [(Matches.none(), verification.SKIPPED)] * len(batch)
-        by_network = self.match_network(list(likely.values()))
-        for (number, pair), (seen, network, mutual, _) in zip(likely.items(), by_network):
+        matched = self.match_network(list(likely_pairs.values()))
+        for (number, features), (pair, network_matches, mutual_matches, _) in zip(
+            likely_pairs.items(), matched
+        ):
             matches, score = verification.match_one_place(
-                pair, _points_of(seen), network, mutual, self.threshold, rules.accept
+                features,
+                _keypoints_of(pair),
+                network_matches,
+                mutual_matches,
+                self.threshold,
+                rules.accept,
             )
             # Convert to indices of all keypoints.
-            verified[number] = matches.renumber(*looks[number][1]).sort(), score
+            verified[number] = matches.renumber(*previews[number][1]).sort(), score
         return verified
 
 
-def _points_of(pair: Pair) -> verification.Points:
+def _keypoints_of(pair: Pair) -> verification.Points:
     """Return the positions of the keypoints of both images, (M, 2) and (N, 2) px."""
     return positions(pair.records0), positions(pair.records1)
 
 
-def groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
+def split_batches(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
     """Yield lists of `size` items, read as they are needed. The last list may have fewer."""
-    waiting = iter(items)
-    yield from iter(lambda: list(itertools.islice(waiting, size)), [])
+    iterator = iter(items)
+    yield from iter(lambda: list(itertools.islice(iterator, size)), [])
 
 
-def _given(**settings: Any) -> Dict[str, Any]:
+def _drop_none(**settings: Any) -> Dict[str, Any]:
     """Return the settings that are not None."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
 def _compile(network: SuperGlue) -> None:
-    """Compile the layers of a network. Raises RequestError without a compiler."""
-    missing = describe_missing_compiler(network.dustbin.device.type)
-    if missing:
-        raise RequestError(f"compile: {missing}; install it, or leave out compile")
+    """Compile the layers of a network.
+
+    Raises:
+        RequestError: If there is no compiler.
+    """
+    reason = describe_missing_compiler(network.dustbin.device.type)
+    if reason:
+        raise RequestError(f"compile: {reason}; install it, or leave out compile")
     network.compile_layers()
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raise RequestError unless `value` is one of those that are allowed."""
+    """Raise RequestError unless the setting `name` has one of the allowed values."""
     if value not in allowed:
         raise RequestError(f"{name} {value!r}: must be {' or '.join(map(repr, allowed))}")
 
 
-def _extractor_of(of_model: str, allowed: Optional[str]) -> Optional[Extractor]:
-    """Return the extractor of a model: SIFT, code that the caller allowed by name, or None.
+def _choose_extractor(model_extractor: str, allowed: Optional[str]) -> Optional[Extractor]:
+    """Return the extractor of a model, or None if it is code that may not be run.
+
+    Args:
+        model_extractor: name of the extractor whose keypoints the model matches.
+        allowed: name of an extractor that the caller lets run.
 
     Raises:
-        RequestError: If the caller allowed other code than the model needs.
+        RequestError: If the caller allows another extractor than the model needs.
     """
-    if allowed not in (None, of_model):
-        raise RequestError(f"extractor {allowed}: the model matches keypoints of {of_model}")
-    if of_model == SIFT.name:
+    if allowed not in (None, model_extractor):
+        raise RequestError(f"extractor {allowed}: the model matches keypoints of {model_extractor}")
+    if model_extractor == SIFT.name:
         return SIFT
-    return load_extractor(of_model) if allowed else None
+    return load_extractor(model_extractor) if allowed else None
 
 
 def check_features(config: SuperGlueConfig, *pair: Features) -> None:
-    """Raise RequestError unless the network can match the features of a pair.
+    """Check that the network can match the features of a pair.
 
-    It cannot match other descriptors than it was trained on, keypoints without scales that it
-    needs, or coordinates of two frames.
+    Args:
+        config: configuration of the network.
+        pair: features of both images.
+
+    Raises:
+        RequestError: If the network was trained on other descriptors, if it needs scales and a
+            keypoint has none, or if the coordinates are of two frames.
     """
     # Upright and stored pixels are the same if no rotation was undone.
-    frames = {each.frame for each in pair if each.turned != 1 or each.frame == STORED}
+    frames = {
+        features.frame for features in pair if features.turned != 1 or features.frame == STORED
+    }
     if len(frames) > 1:
         raise RequestError(
             "features of stored and of upright pixels: use Matcher.load(frame='stored')"
         )
-    for each in pair:
-        kind = descriptor_kind(each.records.dtype)
-        if kind != (config.descriptor, config.descriptor_dim):
-            matched = f"{config.extractor}, {config.descriptor} of {config.descriptor_dim}"
-            given = f"keypoints with {kind[0]} descriptors of {kind[1]} entries"
-            raise RequestError(f"{given}: the model matches those of {matched}")
-        if config.scale_angle and not each.records["scale"].all():
+    for features in pair:
+        kind, dim = descriptor_kind(features.records.dtype)
+        if (kind, dim) != (config.descriptor, config.descriptor_dim):
+            trained = f"{config.extractor}, {config.descriptor} of {config.descriptor_dim}"
+            reason = f"keypoints with {kind} descriptors of {dim} entries"
+            raise RequestError(f"{reason}: the model matches those of {trained}")
+        if config.scale_angle and not features.records["scale"].all():
             raise RequestError("keypoints without scale and angle: the model was trained with both")

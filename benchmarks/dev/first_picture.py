@@ -72,7 +72,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         make_panel("SuperGlue", matcher.match(one, other), H),
         make_panel("ratio test", baseline, H),
     ]
-    picture = drawing.draw(image0, image1, panels)
+    picture = drawing.draw_panels(image0, image1, panels)
     cv2.imwrite(str(out), picture, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
     print(f"{out}: {'; '.join(panel.heading for panel in panels)}")
     return 0

@@ -320,7 +320,7 @@ def draw_pictures(
             panels.append(drawing.Panel(heading, *points, matches.scores, is_wrong))
         caption_start = CAPTION_STARTS[name.partition("-")[0]]
         caption = f"{caption_start} ({labeled_pair.name}). {'; '.join(counts)}."
-        pictures.append((name, caption, drawing.draw(image0, image1, panels)))
+        pictures.append((name, caption, drawing.draw_panels(image0, image1, panels)))
     return pictures
 
 

@@ -43,7 +43,7 @@ from superglue_sift.features.store import FeatureStore, PhotoFile
 from superglue_sift.files import FileName, check_writable, name_below, write_csv
 from superglue_sift.geometry import verification
 from superglue_sift.match_result import MatchResult
-from superglue_sift.matcher import Matcher, groups
+from superglue_sift.matcher import Matcher, split_batches
 from superglue_sift.progress import Progress
 
 PAIR_LIST = "pairs.csv"  # table of the pairs of a scene
@@ -415,7 +415,7 @@ def _match_pairs(
     size = BATCH_ON_GPU if on_gpu else PAIRS_OF_A_WORKER * matcher.workers
     with Progress(total=len(pairs), desc="matching", unit="pairs") as shown:
         # There may be millions of pairs, so they are read group by group.
-        for group in groups(zip(pairs, done), size):
+        for group in split_batches(zip(pairs, done), size):
             new_pairs = [pair for pair, is_done in group if not is_done]
             features = (
                 (read_features(photo0), read_features(photo1)) for photo0, photo1 in new_pairs

@@ -24,7 +24,7 @@ from superglue_sift.features.features import Features
 from superglue_sift.features.sift import to_root_sift
 from superglue_sift.features.store import PhotoFile
 from superglue_sift.files import FileName, read_lines, spelled_as_file
-from superglue_sift.matcher import groups
+from superglue_sift.matcher import split_batches
 
 PICTURE_ENDING = "matches.jpg"  # ending of pictures of matches, which are no photographs
 MAX_EXHAUSTIVE = 200  # all pairs of so many images, 19,900, are matched by default
@@ -252,7 +252,7 @@ class ExhaustivePairs:
         return len(self._photos) * (len(self._photos) - 1) // 2
 
     def __iter__(self) -> Iterator[PhotoPair]:
-        blocks = groups(self._photos, IMAGES_PER_BLOCK)
+        blocks = split_batches(self._photos, IMAGES_PER_BLOCK)
         for block0, block1 in itertools.combinations_with_replacement(blocks, 2):
             if block1 is block0:
                 yield from itertools.combinations(block0, 2)
