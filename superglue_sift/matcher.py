@@ -156,30 +156,21 @@ class Matcher:
         Args:
             path: a trained model or any checkpoint. If None, take the shipped weights.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1".
-            max_keypoints: maximum number of keypoints of an image. If None, it is 4,096, or 8,192
-                with `scene`.
-            network_keypoints: maximum number of keypoints of an image that the network gets. If
-                None, it is 1,024, or 512 with `scene`.
-            resize: longer side in px to which images are reduced for SIFT, or 0. If None, it is
-                1,024, or 1,600 with `scene`.
-            threshold: minimum probability of a match. If None, take the one that the model names,
-                or 0.2 if it names none.
-            precision: precision of the layers: float32, bfloat16 (for GPUs, and CPUs with AMX) or
-                float16.
-            compile: whether to compile the layers by torch 2, once for each of a few sizes of
-                images.
+            max_keypoints: see the class. If None, it is 4,096, or 8,192 with `scene`.
+            network_keypoints: see the class. If None, it is 1,024, or 512 with `scene`.
+            resize: see the class. If None, it is 1,024, or 1,600 with `scene`.
+            threshold: see the class. If None, it is the model's, or 0.2 if it has none.
+            precision: float32, bfloat16 (for GPUs, and CPUs with AMX) or float16 in the layers.
+            compile: whether to compile the layers by torch 2, once for each of a few sizes.
             extractor: `module:function` of a model that was not trained on SIFT. Naming it lets
                 this code run. Without it, such a model matches `Features` only.
-            refine: whether to refine positions by the pixels. If None, refine them without `scene`
-                only.
-            scene: whether the images show one scene (`verification.Rules`).
-            frame: frame of coordinates, "upright" or "stored" (see the class).
-            accept: minimum probability of an accepted pair of a scene (`verification.Rules`).
-            likely: minimum number of ratio matches of a pair of a scene (`verification.Rules`).
+            refine: see the class. If None, positions are refined without `scene` only.
+            scene: whether the images show one scene.
+            frame: "upright" or "stored", see the class.
+            accept, likely: settings of `verification.Rules`, with `scene` only.
 
         Raises:
-            RequestError: For a file that cannot be loaded, a device that is missing, or a setting
-                out of range.
+            RequestError: If the file cannot be loaded, or a setting is wrong.
 
         Example:
             >>> Matcher.load(device="cpu", max_keypoints=2048).max_keypoints
@@ -187,10 +178,7 @@ class Matcher:
         """
         # Check the settings before the model is loaded.
         _check_choice("precision", precision, PRECISIONS)
-        limits = _drop_none(accept=accept, likely=likely)
-        if limits and not scene:
-            raise RequestError(f"{', '.join(limits)}: only with scene=True")
-        rules = verification.Rules(**limits) if scene else None
+        rules = _make_rules(scene, **_drop_none(accept=accept, likely=likely))
         device = choose_device(device)
         model, info = load_model(path or find_shipped_weights(), device)
         network = fuse_for_inference(model, precision)
@@ -603,6 +591,17 @@ def split_batches(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
 def _drop_none(**settings: Any) -> Dict[str, Any]:
     """Return the settings that are not None."""
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def _make_rules(scene: bool, **settings: Any) -> Optional[verification.Rules]:
+    """Return the rules of a scene with these settings, or None without a scene.
+
+    Raises:
+        RequestError: If there are settings, but no scene.
+    """
+    if settings and not scene:
+        raise RequestError(f"{', '.join(settings)}: only with scene=True")
+    return verification.Rules(**settings) if scene else None
 
 
 def _compile(network: SuperGlue) -> None:
