@@ -87,6 +87,33 @@ def test_a_threshold_that_is_named_is_in_pixels_of_the_file():
     assert large.homography() is large.homography()  # computed once
 
 
+def test_a_pose_is_of_cameras_with_images_of_different_sizes():
+    """The second photograph is three times as large, and its camera moved to the right."""
+    pytest.importorskip("poselib")
+    rng = np.random.default_rng(0)
+    points = np.column_stack([rng.uniform(-2, 2, (200, 2)), rng.uniform(4, 9, 200)])
+    R = cv2.Rodrigues(np.array([0.02, 0.1, 0.05]))[0]
+    t = np.array([-1.0, 0.1, 0.2])
+    K0 = np.array([[800.0, 0, 512], [0, 800, 384], [0, 0, 1]])
+    K1 = np.array([[2700.0, 0, 1500], [0, 2700, 1200], [0, 0, 1]])
+    seen = points @ K0.T, (points @ R.T + t) @ K1.T
+    keypoints = [(xyz[:, :2] / xyz[:, 2:]).astype(np.float32) for xyz in seen]
+    matches = Matches(np.stack([np.arange(200)] * 2, axis=1), np.ones(200, np.float32))
+    pose = MatchResult(*keypoints, matches, SIZE, (3072, 2304)).relative_pose(K0, K1)
+    assert pose.inliers.all()
+    np.testing.assert_allclose(pose.R, R, atol=1e-4)
+    np.testing.assert_allclose(pose.t, t / np.linalg.norm(t), atol=1e-3)
+
+
+def test_a_match_is_listed_at_the_keypoint_of_either_image():
+    matches = Matches(np.array([[0, 2], [1, 0]]), np.float32([0.5, 0.9]))
+    result = MatchResult(np.zeros((2, 2)), np.zeros((4, 2)), matches, SIZE, SIZE)
+    for image, indices, scores in ((0, [2, 0], [0.5, 0.9]), (1, [1, -1, 0, -1], [0.9, 0, 0.5, 0])):
+        found = result.dense(image)
+        assert found[0].tolist() == indices
+        np.testing.assert_array_equal(found[1], np.float32(scores))
+
+
 @pytest.mark.parametrize("count", [0, 3, 7])
 def test_too_few_matches_fit_nothing(count):
     few = made_result(1.0).only(np.arange(count))

@@ -23,9 +23,10 @@ from made_pairs import (
 
 from pipeline.train.loss import MatchingObjective
 from superglue_sift import torch_compat
+from superglue_sift.features.sift import TYPICAL_SCORE
 from superglue_sift.network import batch as batches
 from superglue_sift.network import perceptron, superglue
-from superglue_sift.network.batch import Images, Pair, from_pairs
+from superglue_sift.network.batch import Images, KeypointTensors, Pair, from_pairs
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.network.weights import fuse_for_inference
 
@@ -167,6 +168,20 @@ def test_known_features_of_neighbours():
     expected = torch.tensor(expected, dtype=torch.float64)
     assert torch.allclose(found[[0, 1, 5], :4], expected, atol=1e-12)
     assert found[2:5, 2:4].tolist() == [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+
+
+def test_positions_are_from_the_centre_of_the_image_in_halves_of_its_longer_side():
+    """Pixel centres are at whole numbers: the centre of 320 x 240 px is at (159.5, 119.5)."""
+    one = torch.ones(2)
+    positions = torch.tensor([[159.5, 119.5], [319.5, -0.5]])
+    size = torch.tensor([[320.0, 240.0]] * 2)
+    keypoints = KeypointTensors(
+        positions, 4 * one, torch.tensor([0.0, 90.0]), TYPICAL_SCORE * one, one[:, None], size
+    )
+    expected = torch.tensor([[0.0, 0, 0, 0, 1, 0], [1.0, -0.75, 0, 0, 0, 1]])
+    found = superglue.encode_geometry(keypoints, True)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.equal(superglue.encode_geometry(keypoints, False), found[:, :3])
 
 
 def test_a_neighbour_is_described_by_its_scale_and_its_turn():

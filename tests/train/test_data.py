@@ -202,6 +202,8 @@ class TestAugmentation:
         H = small.H_image_to_view
         corner = small.H_image_to_view[:2, 2]
         assert np.allclose(H[:2, :2], np.eye(2) / 2) and np.allclose(H[2], [0, 0, 1])
+        placed = np.stack([small.records["x"], small.records["y"]], axis=1)
+        assert np.allclose(placed, transform(xy[[0, 2]], H), atol=1e-4)  # px, float32
         # the outer edge of the view, (-0.5, -0.5), comes to that of its cell, of which three
         # quarters show at least
         edge = corner - 0.25
