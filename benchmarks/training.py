@@ -26,7 +26,7 @@ from pipeline.train import trainer
 from pipeline.train.build import build_objective_and_state, make_network
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.optimizer import choose_precision, detect_abilities
-from superglue_sift.environment import usable_cores
+from superglue_sift.environment import count_usable_cores
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlueConfig
 from superglue_sift.torch_compat import describe_missing_compiler
@@ -83,7 +83,7 @@ def run_mode(setting: Setting, changes: Changes, processes: int) -> np.ndarray:
     options = launch.make_torchrun_options(processes, restarts=0)
     command = [*torchrun, *options, "-m", "benchmarks.training", work]
     # As many threads in all as the machine has cores
-    threads = {"OMP_NUM_THREADS": str(usable_cores() // processes or 1)}
+    threads = {"OMP_NUM_THREADS": str(count_usable_cores() // processes or 1)}
     environment = {**launch.VARIABLES, **threads, **os.environ}
     if setting.device.type == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""

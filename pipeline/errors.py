@@ -11,7 +11,7 @@ import re
 from typing import Optional
 
 from superglue_sift.errors import RequestError, WorkError, make_parser  # noqa: F401
-from superglue_sift.errors import exit_code as run  # noqa: F401
+from superglue_sift.errors import run_main as run  # noqa: F401
 
 STOPPED = 143
 LARGEST = 2**32 - 1  # largest number of a variable, such as SLURM's number of a job

@@ -16,7 +16,7 @@ from pipeline import errors, params, provenance, tracking, workers
 from pipeline.errors import RequestError
 from pipeline.params import flatten
 from superglue_sift import __version__
-from superglue_sift.files import check_writable, file_sha256, read_json
+from superglue_sift.files import check_writable, compute_file_sha256, read_json
 from superglue_sift.network.weights import load_model, read_match_threshold, save_model_file
 
 ESSENTIAL = ("torch", "numpy", "opencv-python")  # Packages that compute keypoints and weights
@@ -72,7 +72,7 @@ def describe_weights(info: dict, sections: dict, metrics: dict, source: Path) ->
         "provenance": {
             "data.digest": data,
             "initial_weights.digest": info.get("initial_weights", ""),
-            "source.sha256": file_sha256(source),
+            "source.sha256": compute_file_sha256(source),
             "version": __version__,
             **{f"version.{name}": version for name, version in versions},
         },
@@ -104,7 +104,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     save_model_file(path, model.state_dict(), description)
     if args.mlflow_run is not None:
         with tracking.attach(args.mlflow_run, training=info["training"]) as run:
-            run.set_tags({"export.sha256": file_sha256(path)})
+            run.set_tags({"export.sha256": compute_file_sha256(path)})
             run.add_artifact(path.with_suffix(".json"), "export")
     parameters = sum(weight.numel() for weight in model.parameters())
     print(

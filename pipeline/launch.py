@@ -26,7 +26,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 from pipeline import errors, workers
 from pipeline.errors import RESTARTS, STOPPED, RequestError, read_environment_number
-from superglue_sift.environment import usable_cores, wait_passively
+from superglue_sift.environment import count_usable_cores, wait_passively
 
 DEFAULT_CPU_PROCESSES = 2
 LAUNCHED = ("pipeline.keypoints", "pipeline.train")
@@ -149,7 +149,8 @@ def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    for name, value in {**VARIABLES, "OMP_NUM_THREADS": usable_cores() // processes or 1}.items():
+    threads = count_usable_cores() // processes or 1
+    for name, value in {**VARIABLES, "OMP_NUM_THREADS": threads}.items():
         os.environ.setdefault(name, str(value))
     wait_passively()
 

@@ -21,7 +21,7 @@ from ruamel.yaml.scalarstring import PlainScalarString
 from pipeline import errors, params
 from pipeline.errors import RequestError, spell_command
 from pipeline.params import flatten
-from superglue_sift.files import json_digest, write_atomic
+from superglue_sift.files import compute_json_digest, write_atomic
 
 FOLDER = Path(__file__).resolve().parents[1] / "presets"
 DEFAULT = "sample"
@@ -114,7 +114,7 @@ def render_params(name: str, images: str = "", val_images: str = "", text: str =
     sections = params.parse(tree, f"preset {name}")
     # Refuse a folder of too few images before any stage runs.
     containers = dataset.open_and_split_local(sections.fetch)[1].values()
-    tree["fetch"]["content"] = json_digest([container.contents for container in containers])
+    tree["fetch"]["content"] = compute_json_digest([container.contents for container in containers])
     return _dump(yaml, tree)
 
 

@@ -23,7 +23,7 @@ from typing import Dict, FrozenSet, Iterable, List, Optional, Sequence, Tuple
 from superglue_sift import __version__
 from superglue_sift.environment import CPU_INFO
 from superglue_sift.errors import RequestError
-from superglue_sift.files import file_sha256, write_atomic
+from superglue_sift.files import compute_file_sha256, write_atomic
 
 # Packages that compute keypoints, weights and metrics, under all names by which they are installed.
 COMPUTING = (
@@ -125,7 +125,9 @@ def compute_code_digests(stage: str) -> Dict[str, str]:
     paths = [root / name for name in tree["stages"][stage]["deps"]]
     files = [path for path in paths if path.suffix == ".py"]
     files += [file for path in paths if not path.suffix for file in path.rglob("*.py")]
-    return {file.relative_to(root).as_posix(): file_sha256(file)[:16] for file in sorted(files)}
+    return {
+        file.relative_to(root).as_posix(): compute_file_sha256(file)[:16] for file in sorted(files)
+    }
 
 
 def get_versions(packages: Sequence[str]) -> Dict[str, str]:

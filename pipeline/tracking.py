@@ -37,7 +37,7 @@ from pipeline.mlflow_store import (
     redact,
 )
 from pipeline.params import flatten
-from superglue_sift.files import json_digest
+from superglue_sift.files import compute_json_digest
 
 # --- the log
 
@@ -328,7 +328,7 @@ def open_run(
         **(tags or {}),
         "git.dirty": git["dirty"],
         "world_size": os.environ.get("WORLD_SIZE", "1"),
-        "params": json_digest(flat_params),
+        "params": compute_json_digest(flat_params),
         "mlflow.source.name": f"pipeline.{stage}",
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": git["commit"],

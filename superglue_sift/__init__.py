@@ -45,7 +45,7 @@ __version__ = "0.2.0"
 
 environment.prepare_opencv()  # before any module imports OpenCV
 
-_HOMES = {
+_MODULES = {
     "Matcher": "matcher",
     "MatchResult": "match_result",
     "match_folder": "apps.folder",
@@ -87,7 +87,7 @@ def __getattr__(name: str) -> Any:
     Raises:
         AttributeError: For an unknown name.
     """
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    home = importlib.import_module(f"{__name__}.{_MODULES[name]}")
     return getattr(home, "extract" if name == "extract_sift" else name)

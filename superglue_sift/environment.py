@@ -26,10 +26,10 @@ import sys
 from pathlib import Path
 from typing import MutableMapping, Optional
 
-from superglue_sift.errors import exit_code
+from superglue_sift.errors import run_main
 
 CPU_INFO = Path("/proc/cpuinfo")
-ERRORS = 2  # OpenCV's log level
+ERRORS = 2  # level of OpenCV's log
 NETWORK = {
     # MKL takes its AVX-512 kernels on Intel only. "AVX2" would mean AVX2 on Intel, and any code on
     # AMD.
@@ -45,8 +45,8 @@ NETWORK = {
     "OMP_NUM_THREADS": "1",
 }
 
-READERS = ("numpy", "torch")  # read these variables, or load libraries that do
-PREPARED = "SG_PREPARED"  # variable that says that they were set before a reader was loaded
+READERS = ("numpy", "torch")  # packages that read these variables, or load libraries that do
+PREPARED = "SG_PREPARED"  # variable that says that they were set before these packages were loaded
 
 # GNU's and Intel's OpenMP read these variables.
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
@@ -54,23 +54,21 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")  # number of thr
 
 
 def prepare_opencv() -> None:
-    """Set the variables that OpenCV reads when it is loaded.
-
-    Variables that are already set are kept.
+    """Set the variables that OpenCV reads when it is loaded. Variables that are set are kept.
 
     If a program loads OpenCV before this package, OpenCV keeps its AVX-512 code. It also keeps IPP
     if the program has called a function that uses it. Keypoints may then differ in their last bits.
     """
     os.environ.setdefault("OPENCV_IPP", "disabled")
-    os.environ.setdefault("OPENCV_LOG_LEVEL", "ERROR")  # without this it warns about IPP
-    # OpenCV complains about a feature that the processor lacks.
+    os.environ.setdefault("OPENCV_LOG_LEVEL", "ERROR")  # Otherwise it warns about IPP.
+    # OpenCV would complain about a feature that the processor lacks.
     if CPU_INFO.exists() and " avx512vl" in CPU_INFO.read_text(encoding="ascii", errors="ignore"):
         os.environ.setdefault("OPENCV_CPU_DISABLE", "AVX512-SKX")
     if "cv2" in sys.modules:
-        # OpenCV is loaded but not used yet: let it read OPENCV_IPP now, without its warning.
+        # OpenCV is loaded, but may not have read OPENCV_IPP. Let it do so now, without its warning.
         import cv2
 
-        logging = getattr(cv2.utils, "logging", cv2)  # OpenCV 5 has it in cv2.utils alone
+        logging = getattr(cv2.utils, "logging", cv2)  # OpenCV 5 has it in cv2.utils alone.
         level = logging.setLogLevel(ERRORS)
         cv2.ipp.useIPP()
         logging.setLogLevel(level)
@@ -79,7 +77,7 @@ def prepare_opencv() -> None:
 def prepare_network() -> None:
     """Set the variables of `NETWORK`, whatever they were.
 
-    Libraries that are loaded already do not read them, which `is_prepared` tells.
+    Libraries that are loaded already do not read them. Then `is_prepared` returns False.
     """
     if not any(library in sys.modules for library in READERS):
         os.environ[PREPARED] = "1"
@@ -87,33 +85,38 @@ def prepare_network() -> None:
 
 
 def is_prepared() -> bool:
-    """Return whether the variables of `NETWORK` were set before torch and numpy were loaded.
+    """Say whether the variables of `NETWORK` were set before torch and numpy were loaded.
 
-    This also holds in a process that inherits them from such a process.
+    This also holds in a process that inherits the variables from such a process.
     """
     return all(os.environ.get(name) == value for name, value in {**NETWORK, PREPARED: "1"}.items())
 
 
-def run(module: str) -> int:
-    """Run the `main` of a module with threads that wait passively; return the exit code."""
-    wait_passively()  # before torch is loaded
+def run_module(module: str) -> int:
+    """Run the `main` of a module, with threads that wait passively, and return the exit code."""
+    # This comes before torch is loaded.
+    wait_passively()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of files are printed as the system has them. A pipe on Windows takes only the
-        # letters of one language. Other letters are then printed as numbers, without an error.
-        codec, own = map(codecs.lookup, (sys.stdout.encoding, sys.getfilesystemencoding()))
-        is_own = codec.name == own.name
-        sys.stdout.reconfigure(errors="surrogateescape" if is_own else "backslashreplace")
-    return exit_code(importlib.import_module(module).main)
+        # Names of files are printed with the bytes that the file system has. A pipe on Windows
+        # takes only the letters of one language, so other letters are printed as numbers.
+        encodings = (sys.stdout.encoding, sys.getfilesystemencoding())
+        stdout_codec, files_codec = map(codecs.lookup, encodings)
+        is_same = stdout_codec.name == files_codec.name
+        sys.stdout.reconfigure(errors="surrogateescape" if is_same else "backslashreplace")
+    return run_main(importlib.import_module(module).main)
 
 
 def wait_passively(variables: Optional[MutableMapping[str, str]] = None) -> None:
-    """Let idle threads sleep, in this process or in one that is started with the given `variables`.
+    """Set variables with which idle threads sleep. Groups of variables that are set are kept.
 
-    By default OpenMP, which torch uses, spins while it waits. On a busy machine this takes cores
-    from the work. Four pairs of a scene with two threads on two cores took 7.4 s of processor time,
-    and 3.9 s when threads sleep. OpenBLAS, by which numpy and scipy solve small systems, also
-    spins, and gets one thread. Aligning 2,500 matches then takes 0.36 s of processor time instead
-    of 0.62. If a variable of either group is already set, the variables of this group are kept.
+    By default OpenMP, which torch uses, spins while it waits, which takes cores from other work.
+    Four pairs of a scene with two threads on two cores took 7.4 s of processor time, and take 3.9 s
+    if threads sleep. OpenBLAS, by which numpy and scipy solve small systems, also spins, and gets
+    one thread. To refine 2,500 matches then takes 0.36 s of processor time instead of 0.62.
+
+    Args:
+        variables: the environment with which a process will be started. If None, it is that of this
+            process.
     """
     variables = os.environ if variables is None else variables
     if not any(name in variables for name in WAIT_VARIABLES):
@@ -122,6 +125,6 @@ def wait_passively(variables: Optional[MutableMapping[str, str]] = None) -> None
         variables["OPENBLAS_NUM_THREADS"] = "1"
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

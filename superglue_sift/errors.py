@@ -1,4 +1,4 @@
-"""Report errors to the user, and return the exit codes of commands."""
+"""Report errors to the user, and run commands with their exit codes."""
 
 from __future__ import annotations
 
@@ -34,28 +34,44 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(module: str, about: Optional[str]) -> Parser:
-    """Return a parser for `python -m MODULE`. The first line of `about` describes the command."""
+    """Create a parser for `python -m MODULE`.
+
+    Args:
+        module: MODULE.
+        about: a docstring, whose first line describes the command.
+    """
     return Parser(f"python -m {module}", description=str(about).splitlines()[0])
 
 
 def check_range(name: str, value: Any, least: float, most: float = math.inf) -> None:
-    """Raise RequestError unless `value` is a number from `least` to `most`.
+    """Check a number that the user chose.
 
-    If there is no `most`, it must be a whole number.
+    Args:
+        name: what the error calls the number, such as "--k".
+        value: the number.
+        least: the minimum.
+        most: the maximum. Without it, the number is a count, and must be a whole number.
+
+    Raises:
+        RequestError: If the value is out of range, or no number.
     """
-    # Numbers without an upper limit are counts.
-    counts = most == math.inf
-    kind = numbers.Integral if counts else numbers.Real
+    is_count = most == math.inf
+    kind = numbers.Integral if is_count else numbers.Real
     if isinstance(value, kind) and least <= value <= most:  # type: ignore[operator]
         return
-    rule = f"a whole number, {least} or more" if counts else f"between {least} and {most}"
+    rule = f"a whole number, {least} or more" if is_count else f"between {least} and {most}"
     raise RequestError(f"{name} {value}: must be {rule}")
 
 
-def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
-    """Run a command's `main`, print its errors to stderr, and return the exit code.
+def run_main(main: Main, argv: Optional[List[str]] = None) -> int:
+    """Run the `main` of a command, print its errors to stderr, and return the exit code.
 
-    It is 2 after a RequestError, 1 after a WorkError or an error of a file, and 130 after Ctrl-C.
+    The code is 2 after a RequestError, 1 after a WorkError or an error of a file, and 130 after
+    Ctrl-C.
+
+    Args:
+        main: takes the words of the command, and returns an exit code.
+        argv: the words. If None, they are those of this process.
     """
     try:
         return main(argv)
@@ -69,11 +85,12 @@ def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of stdout is gone
+        # The reader of stdout has ended, as `head` does, and nothing more can be printed.
+        sys.stderr.close()
         return 0
     except OSError as error:
-        # Users can fix errors of a file or a full disk. Other errors, such as those of a network or
-        # a pipe, keep their traceback.
+        # Users can fix errors of a file or a full disk. Errors of a network or a pipe keep their
+        # traceback.
         if error.errno != errno.ENOSPC and error.filename is None:
             raise
         print(f"failed: {error.strerror}: {error.filename or 'the disk is full'}", file=sys.stderr)
@@ -81,7 +98,11 @@ def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
 
 
 def import_extra(package: str, extra: str) -> Any:
-    """Import an optional package, which an extra of the wheel brings.
+    """Import an optional package.
+
+    Args:
+        package: the name of the package.
+        extra: the extra of the wheel that installs it.
 
     Raises:
         RequestError: If it is not installed.
@@ -94,5 +115,10 @@ def import_extra(package: str, extra: str) -> Any:
 
 
 def warn_deprecated(name: str, replacement: str) -> None:
-    """Warn the caller of a public name of version 0.1.0, which a later version will not have."""
+    """Warn that a public name of version 0.1.0 is deprecated.
+
+    Args:
+        name: the name that the program used.
+        replacement: what to use instead.
+    """
     warnings.warn(f"{name}: use {replacement}", DeprecationWarning, stacklevel=3)

@@ -28,16 +28,24 @@ from superglue_sift.errors import RequestError
 FileName = Union[str, Path]
 GIB = 1 << 30
 MIB = 1 << 20
-TRIES = 5  # Windows refuses to replace a file that another program has open, so try again
+# Windows refuses to replace a file that another program has open, so try again.
+RENAME_TRIES = 5
 
 
 def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
-    """Write `content` to `path`, and create its folder. Text is stored as UTF-8.
+    """Write a file, and create its folder.
 
     If the process is killed, the complete old or the complete new file is there. Links are followed
-    (`real_path`), and an earlier file keeps its mode and owner. A pipe, a device and the output of
-    this process are written into. Names of files in a text that are not UTF-8 keep their bytes
-    (surrogateescape). Raises OSError that names `path`, such as for a full disk.
+    (`resolve_link`), and an earlier file keeps its mode and owner. A pipe, a device and the output
+    of this process are written into.
+
+    Args:
+        path: the file.
+        content: bytes, or a text that is stored as UTF-8. Names of files in the text that are not
+            UTF-8 keep their bytes (surrogateescape).
+
+    Raises:
+        OSError: If the file cannot be written, such as to a full disk. It names `path`.
     """
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     try:
@@ -46,21 +54,22 @@ def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
             with stream:
                 stream.write(data)
             return
-        _write_file(real_path(path), data)
+        _write_file(resolve_link(path), data)
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
 
 
 def _write_file(path: Path, data: bytes) -> None:
-    """Write a plain file by way of a temporary one. Raises OSError that names `path`."""
+    """Write a plain file by means of a temporary one. Raises OSError that names `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The name is unique for each thread, since two threads may write the same path, such as the
     # features of a photograph and of its copy.
     temporary = path.with_name(f".{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:
-            _keep_mode(temporary, path)  # now, so that nobody else can read the content meanwhile
+            # The mode comes first, so that nobody else can read the content meanwhile.
+            _copy_mode(temporary, path)
             file.write(data)
         replace_file(temporary, path)
     except OSError as error:
@@ -71,11 +80,14 @@ def _write_file(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def real_path(path: FileName) -> Path:
-    """Return the file that a link stands for, or `path` itself if it is no link.
+def resolve_link(path: FileName) -> Path:
+    """Return the file to which a link points, or `path` itself if it is no link.
 
-    The file need not exist. A link to a write-protected file is not followed, since such are the
-    links of DVC into its cache, whose files must never change. Raises OSError for a ring of links.
+    The file need not exist. A link to a write-protected file is not followed, since DVC makes such
+    links into its cache, whose files must never change.
+
+    Raises:
+        OSError: If links point to each other in a ring.
     """
     path = Path(path)
     if not path.is_symlink():
@@ -88,33 +100,38 @@ def real_path(path: FileName) -> Path:
 
 
 def replace_file(new: Path, path: FileName) -> None:
-    """Let the complete file `new` take the place of `path`, which keeps its mode and owner.
+    """Replace a file by the complete file `new`, so that either survives a power loss.
 
-    Links are followed (`real_path`), so `new` must be on the disk of the real file. Both survive a
-    power loss. Raises OSError.
+    The mode and the owner of the file are kept. Links are followed (`resolve_link`), so `new` must
+    be on the disk of the file to which the link points.
+
+    Raises:
+        OSError: If the file cannot be replaced.
     """
-    target = real_path(path)
-    _keep_mode(new, target)
+    target = resolve_link(path)
+    _copy_mode(new, target)
     # The content must be on the disk before the rename.
     with new.open("rb+") as file:
         os.fsync(file.fileno())
     _rename(new, target)
     try:
         folder = os.open(target.parent, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folder, and Linux none without permission to read
+    except PermissionError:
+        # Windows cannot open a folder, and Linux only with permission to read.
         return
     try:
-        os.fsync(folder)  # the rename, too, must survive a power loss
+        # The rename, too, must survive a power loss.
+        os.fsync(folder)
     finally:
         os.close(folder)
 
 
-def _keep_mode(new: Path, path: Path) -> None:
+def _copy_mode(new: Path, path: Path) -> None:
     """Give `new` the mode and the owner of the file `path`, if there is one, as far as possible.
 
-    The owner may write, since a write-protected file of DVC's cache is replaced by one of the user.
+    The owner may write to the new file, also if `path` is a write-protected file of DVC's cache.
     """
-    # A disk of another system may have no modes, and only root changes the owner.
+    # Some file systems have no modes, and only root can change the owner.
     with contextlib.suppress(OSError):
         old = path.stat()
         for owner in ((old.st_uid, -1), (-1, old.st_gid)) if hasattr(os, "chown") else ():
@@ -124,15 +141,20 @@ def _keep_mode(new: Path, path: Path) -> None:
 
 
 def _open_stream(path: FileName) -> Optional[BinaryIO]:
-    """Open what cannot be replaced: a pipe, a device, and the output of this process.
+    """Open a file that cannot be replaced: a pipe, a device, or the output of this process.
 
-    Returns None for a plain file and for a missing one. Raises OSError, also for a folder.
+    Returns:
+        The stream, or None for a plain file and for a missing file.
+
+    Raises:
+        OSError: If the file cannot be opened, such as a folder.
     """
     try:
         status = os.stat(path)
     except FileNotFoundError:
         return None
-    # /dev/stdout may be a plain file. If it was replaced, later output would be lost.
+    # The output of this process may be a plain file. If it were replaced, later output would be
+    # lost.
     for number in (1, 2):
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(number), status):
@@ -142,15 +164,12 @@ def _open_stream(path: FileName) -> Optional[BinaryIO]:
 
 
 def _rename(temporary: Path, path: Path) -> None:
-    """Rename a file, in several tries on Windows.
-
-    Windows refuses while another program or thread reads the old file.
-    """
-    for attempt in range(TRIES):
+    """Rename a file, in several tries, since Windows refuses while another program reads `path`."""
+    for attempt in range(RENAME_TRIES):
         try:
             os.replace(temporary, path)
         except PermissionError:
-            if attempt + 1 == TRIES:
+            if attempt + 1 == RENAME_TRIES:
                 raise
             time.sleep(0.1)
         else:
@@ -158,28 +177,32 @@ def _rename(temporary: Path, path: Path) -> None:
 
 
 def name_below(path: FileName, root: FileName) -> str:
-    """Name a file by its path below `root`, with "/" on every system, as COLMAP and hloc do."""
+    """Return the path of a file below `root`, with "/" on every system, as COLMAP and hloc do."""
     return Path(os.path.relpath(path, root)).as_posix()
 
 
 def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
-    """Raise RequestError if `path` could not be written. This writes nothing.
-
-    Call it before long work.
+    """Check before long work that a file can be written. Nothing is written.
 
     Args:
-        named: the file or folder that the user gave, which the message names instead of `path`.
+        path: the file.
+        named: the file or folder that the user typed, which the message names instead of `path`.
+
+    Raises:
+        RequestError: If the file cannot be written.
     """
     try:
         if Path(path).is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if Path(path).exists() and not Path(path).is_file():  # a pipe or a device
+        # A pipe or a device is not replaced.
+        if Path(path).exists() and not Path(path).is_file():
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return
-        folder = real_path(path).absolute().parent
-        # Find the folder that exists, and in which the others would be made.
-        while not folder.exists() and folder != folder.parent:  # even a drive can be missing
+        folder = resolve_link(path).absolute().parent
+        # Missing folders would be created in the first one that exists. On Windows even the drive
+        # can be missing.
+        while not folder.exists() and folder != folder.parent:
             folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -190,37 +213,47 @@ def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
 
 
 def write_csv(path: FileName, rows: Iterable[Iterable[Any]]) -> None:
-    """Write a table atomically. The first row is the header. Raises OSError as `write_atomic`."""
-    # The whole table is made in memory, so that it appears whole.
+    """Write a table atomically (`write_atomic`).
+
+    Args:
+        path: the file.
+        rows: the rows. The first one is the header.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     write_atomic(path, text.getvalue())
 
 
-def file_sha256(path: FileName) -> str:
-    """Compute the hex SHA-256 of a file. Raises OSError if it cannot be read."""
-    digest = hashlib.sha256()
+def compute_file_sha256(path: FileName) -> str:
+    """Compute the SHA-256 of a file as hexadecimal digits. Raises OSError if it cannot be read."""
+    sha256 = hashlib.sha256()
     with open(path, "rb") as stream:
-        for block in iter(lambda: stream.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
+        for block in iter(lambda: stream.read(MIB), b""):
+            sha256.update(block)
+    return sha256.hexdigest()
 
 
 def read_lines(path: FileName) -> List[Tuple[int, str]]:
     """Read the lines of a text file, stripped, with their numbers from 1.
 
-    Empty lines and those that begin with `#` are left out. UTF-8 is read, UTF-16 with a byte order
-    mark (as PowerShell writes it), and line ends of any system. Names of files that are not UTF-8
-    keep their bytes (surrogateescape). Raises RequestError for a file that is missing or no text.
+    Empty lines and lines that begin with `#` are left out. The text is UTF-8, or UTF-16 with a byte
+    order mark, as PowerShell writes it. Its line ends are those of any system. Names of files that
+    are not UTF-8 keep their bytes (surrogateescape).
+
+    Raises:
+        RequestError: If the file is missing, or no text.
     """
     try:
         data = Path(path).read_bytes()
-        # Names that are no UTF-8 keep their bytes. UTF-16 is known by its mark.
-        is_wide = data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        text = data.decode("utf-16") if is_wide else data.decode("utf-8-sig", "surrogateescape")
+        is_utf16 = data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        text = data.decode("utf-16") if is_utf16 else data.decode("utf-8-sig", "surrogateescape")
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError:  # the file is no text
+    except ValueError:
+        # These bytes are no text, which the check below reports.
         text = "\0"
     if "\0" in text:
         raise RequestError(f"{path}: is not a text file; save it as text in UTF-8")
@@ -228,22 +261,29 @@ def read_lines(path: FileName) -> List[Tuple[int, str]]:
     return [(number, line) for number, line in numbered if line and not line.startswith("#")]
 
 
-def spelled_as_file(folder: FileName, name: str) -> Optional[str]:
-    """Return `name` as a file below `folder` spells it, or None if there is no such file.
+def find_spelling(folder: FileName, name: str) -> Optional[str]:
+    """Return how the file system spells a file below `folder`, or None if there is no such file.
 
-    Lists from another system name a file with backslashes, or spell an accented letter as one
-    character or as two (Unicode NFC, and NFD on a Mac).
+    A list from another system may name a file with backslashes, or spell an accented letter as one
+    character or as two (Unicode's NFC, or NFD on a Mac).
     """
     for path in (name, name.replace("\\", "/")):
-        # Try the spelling as it is, then both forms of accented letters.
-        for form in (path, *(unicodedata.normalize(kind, path) for kind in ("NFC", "NFD"))):
-            if os.path.lexists(os.path.join(folder, form)):
-                return form
+        for spelling in (path, *(unicodedata.normalize(form, path) for form in ("NFC", "NFD"))):
+            if os.path.lexists(os.path.join(folder, spelling)):
+                return spelling
     return None
 
 
 def read_json(path: Path, missing: str) -> Any:
-    """Read a JSON file. Raises RequestError, with the text `missing` if there is no such file."""
+    """Read a JSON file.
+
+    Args:
+        path: the file.
+        missing: what the error says if there is no such file.
+
+    Raises:
+        RequestError: If the file is missing, or cannot be read.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -257,13 +297,13 @@ def write_json(path: Path, content: Any, indent: int = 1) -> None:
     write_atomic(path, json.dumps(content, indent=indent) + "\n")
 
 
-def json_digest(values: Any) -> str:
-    """Return a digest (16 hexadecimal digits) of JSON values, the same for any order of keys."""
+def compute_json_digest(values: Any) -> str:
+    """Compute 16 hexadecimal digits of the SHA-256 of JSON values. Keys may have any order."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def format_bytes(count: float) -> str:
-    """Return bytes as text, such as "64 MiB" or "1.5 GiB"."""
+    """Format a number of bytes, such as "64 MiB" or "1.5 GiB"."""
     if count >= GIB:
         return f"{count / GIB:.1f} GiB"
     return f"{math.ceil(count / MIB)} MiB"

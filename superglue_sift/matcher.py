@@ -36,7 +36,7 @@ from superglue_sift.features.extractors import SIFT, Extractor, descriptor_kind,
 from superglue_sift.features.features import Features, Image, extract_features, load_mask, to_gray
 from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode_photo, read_bytes
 from superglue_sift.features.sift import positions
-from superglue_sift.files import FileName, file_sha256, json_digest
+from superglue_sift.files import FileName, compute_file_sha256, compute_json_digest
 from superglue_sift.geometry import verification
 from superglue_sift.geometry.verification import add_guided_matches
 from superglue_sift.match_result import MatchResult
@@ -197,7 +197,7 @@ class Matcher:
             refine=refine,
             rules=rules,
             frame=frame,
-            weights_sha256=file_sha256(path or find_shipped_weights()),
+            weights_sha256=compute_file_sha256(path or find_shipped_weights()),
         )
         resolved = str(Path(path).resolve()) if path else None
         matcher._reload = functools.partial(
@@ -221,7 +221,7 @@ class Matcher:
         tensors = self.model.state_dict()
         float_tensors = {name: tensor.float() for name, tensor in tensors.items()}
         extractor = self.extractor or SIFT
-        return json_digest(
+        return compute_json_digest(
             {
                 "versions": (__version__, cv2.__version__),
                 "model": repr(self.model.config),
@@ -447,7 +447,7 @@ class Matcher:
         """
         if self.device == "cpu":
             torch.set_num_threads(1)
-            self.workers = environment.usable_cores()
+            self.workers = environment.count_usable_cores()
             self._turn = threading.BoundedSemaphore(self.workers)
 
     def side_by_side(self) -> None:

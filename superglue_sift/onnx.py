@@ -313,4 +313,4 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(errors.exit_code(main))
+    raise SystemExit(errors.run_main(main))

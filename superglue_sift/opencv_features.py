@@ -15,15 +15,24 @@ from superglue_sift.features import sift
 
 
 def kaze(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
-    """Extract KAZE features (Alcantarilla et al. 2012), whose descriptors are float of 64 entries.
+    """Extract KAZE features (Alcantarilla et al. 2012).
 
-    Raises RequestError with OpenCV 5, which has no KAZE.
+    Args:
+        gray: image, (H, W) uint8.
+        max_keypoints: number of keypoints of highest score that the caller keeps. KAZE itself has
+            no such limit.
+
+    Returns:
+        The arrays that `features/extractors.py` describes. Descriptors are (N, 64) float32.
+
+    Raises:
+        RequestError: If OpenCV is version 5, which has no KAZE.
     """
     if not hasattr(cv2, "KAZE"):
         fix = "pip install 'opencv-python<5'"
         raise RequestError(f"OpenCV {cv2.__version__} has no KAZE, which 5.0 removed: {fix}")
     points, descriptors = cv2.KAZE.create().detectAndCompute(gray, None)  # pyright: ignore
-    values = sift.geometry_of(points)
+    values = sift.encode_geometry(points)
     return {
         "keypoints": sift.positions(values),
         "scales": values["scale"],

@@ -169,6 +169,6 @@ def test_names_that_the_output_cannot_show_are_no_error(monkeypatch, encoding, n
     command = SimpleNamespace(main=lambda _: print(name))
     monkeypatch.setitem(sys.modules, "command", command)
     monkeypatch.setattr(environment, "wait_passively", lambda: None)
-    environment.run("command")
+    environment.run_module("command")
     output.flush()
     assert output.buffer.getvalue().strip() == printed

@@ -157,7 +157,7 @@ def test_a_wrong_request_is_one_line(tmp_path, monkeypatch, capsys, words, said)
     monkeypatch.chdir(tmp_path)
     if "pip" in said:
         monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert errors.exit_code(onnx.main, words.split()) == 2
+    assert errors.run_main(onnx.main, words.split()) == 2
     assert said in read_error(capsys)
 
 

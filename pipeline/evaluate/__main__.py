@@ -42,7 +42,7 @@ from pipeline.fetch.dataset import Entry
 from pipeline.params import EvaluateParams
 from superglue_sift.errors import check_range
 from superglue_sift.features import extractors
-from superglue_sift.files import check_writable, file_sha256
+from superglue_sift.files import check_writable, compute_file_sha256
 from superglue_sift.matcher import PRECISIONS, Matcher
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
@@ -217,10 +217,10 @@ def find_initial_weights(models: Mapping[str, Path], init_from: str) -> Dict[str
         return {}
     if not digest or not init_from or not Path(init_from).is_file():
         return {}
-    compared_digests = [file_sha256(file) for file in models.values() if file.is_file()]
+    compared_digests = [compute_file_sha256(file) for file in models.values() if file.is_file()]
     if any(sha256.startswith(digest) for sha256 in compared_digests):
         return {}
-    is_initial = file_sha256(init_from).startswith(digest)
+    is_initial = compute_file_sha256(init_from).startswith(digest)
     return {INITIAL: Path(init_from)} if is_initial else {}
 
 

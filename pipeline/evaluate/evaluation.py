@@ -38,7 +38,7 @@ from pipeline.evaluate.scoring import MatchOutcomes, Row, ScoringSettings, score
 from pipeline.workers import prefetch
 from superglue_sift import drawing
 from superglue_sift.features.images import BadImage
-from superglue_sift.files import file_sha256
+from superglue_sift.files import compute_file_sha256
 from superglue_sift.progress import Progress
 
 BATCH = 8  # Number of pairs in one pass of a network
@@ -341,7 +341,7 @@ def make_protocol(
     models = {
         name: {
             "file": network.file.name,
-            "sha256": file_sha256(network.file),
+            "sha256": compute_file_sha256(network.file),
             "network": network.info["model"],
             "step": network.info.get("step"),
             "steps": get_training_section(network.info).get("steps"),

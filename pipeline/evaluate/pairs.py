@@ -29,7 +29,7 @@ from pipeline.params import EvaluateParams, Photometric
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import BadImage, decode_color, decode_gray, read_gray
 from superglue_sift.features.photo_folder import EXTENSIONS, walk_folders
-from superglue_sift.files import read_lines, spelled_as_file
+from superglue_sift.files import find_spelling, read_lines
 from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
 from superglue_sift.network.batch import Pair, choose_pair_orientations
 
@@ -518,7 +518,7 @@ class PosePairs(FilePairs):
         self.scenes = [(name, 1) for name in name_scenes(names)]
         # Names may be spelled as on another system.
         self.files = [
-            [folder / (spelled_as_file(folder, name) or name) for name in pair_names]
+            [folder / (find_spelling(folder, name) or name) for name in pair_names]
             for pair_names in names
         ]
 

@@ -39,7 +39,7 @@ from pipeline.fetch import dataset
 from pipeline.fetch.dataset import SAMPLE, Container, Splits
 from pipeline.params import FetchParams
 from superglue_sift.features.images import BadImage
-from superglue_sift.files import real_path, replace_file
+from superglue_sift.files import replace_file, resolve_link
 from superglue_sift.progress import Progress
 
 TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
@@ -192,7 +192,7 @@ class RemoteArchive:
 
     def download_images(self, names: Collection[str], folder: Path) -> Container:
         """Write a zip of its images that are among `names` to `folder`, unless it exists."""
-        target = real_path(folder / f"{Path(self.archive.file).stem}.part-of.zip")
+        target = resolve_link(folder / f"{Path(self.archive.file).stem}.part-of.zip")
         members = [member for name, member in self._members.items() if name in names]
         wanted = [(member.filename, member.CRC) for member in members]
         checked = {"partial": "CRC-32 of each image checked, MD5 of the whole not"}
@@ -251,7 +251,7 @@ class RemoteArchive:
         Raises:
             WorkError: If the MD5 is wrong. If the download fails, `NAME.part` is kept.
         """
-        target = real_path(target)
+        target = resolve_link(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(target.name + ".part")
         size = self.archive.size

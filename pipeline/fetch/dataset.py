@@ -34,7 +34,7 @@ from pipeline.errors import RequestError
 from pipeline.params import FetchParams
 from superglue_sift.features.images import BadImage
 from superglue_sift.features.photo_folder import EXTENSIONS, is_photo, list_photos
-from superglue_sift.files import read_lines, spelled_as_file, write_csv
+from superglue_sift.files import find_spelling, read_lines, write_csv
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.progress import Progress
 
@@ -376,7 +376,7 @@ def _open_listed(path: Path, root: Path, names: Sequence[str]) -> Container:
         inside = ".." not in name.split("/") and os.path.commonpath([top, place]) == top
         relative = os.path.relpath(place, top) if inside else name.rpartition("/")[2]
         spelled = (
-            members.get(_compose_accents(relative)) if members else spelled_as_file(root, relative)
+            members.get(_compose_accents(relative)) if members else find_spelling(root, relative)
         )
         if spelled is None:
             missing.append(relative)

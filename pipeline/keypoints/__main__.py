@@ -24,7 +24,7 @@ from pipeline.keypoints.shards import Shard
 from pipeline.keypoints.store import KeypointStore, Row
 from pipeline.params import KeypointsParams
 from pipeline.workers import end_with_dvc
-from superglue_sift.environment import usable_cores
+from superglue_sift.environment import count_usable_cores
 from superglue_sift.files import check_writable, write_csv, write_json
 from superglue_sift.progress import Progress
 
@@ -106,7 +106,7 @@ def _extract_missing_shards(
     entries = [entry for shard in todo for entry in shard.entries]
     total = sum(len(shard.entries) for shard in mine)
     # The ranks of this machine share its cores.
-    cores = max(usable_cores() // read_environment_number("LOCAL_WORLD_SIZE", 1), 1)
+    cores = max(count_usable_cores() // read_environment_number("LOCAL_WORLD_SIZE", 1), 1)
     workers = max(min(workers or cores, len(entries)), 1)
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
     # All shards share one stream of results, so no worker waits at the end of a shard.

@@ -31,7 +31,7 @@ from pipeline.errors import RequestError
 from superglue_sift.features import extractors
 from superglue_sift.features.extractors import Extractor
 from superglue_sift.features.sift import MIN_SCALE, ORIENTED
-from superglue_sift.files import file_sha256, read_json, write_atomic
+from superglue_sift.files import compute_file_sha256, read_json, write_atomic
 
 FORMAT = "superglue-sift-keypoints"
 VERSION = 2
@@ -217,7 +217,7 @@ def check_shard(path: Path, shard: Row, hashed: bool = True) -> None:
     """Check a file by its row. Raises RequestError, which names the file."""
     # Compare the size first, because a hash reads the whole file.
     size = path.stat().st_size if path.is_file() else 0
-    if size != shard["bytes"] or (hashed and file_sha256(path) != shard["sha256"]):
+    if size != shard["bytes"] or (hashed and compute_file_sha256(path) != shard["sha256"]):
         raise RequestError(
             f"{path}: missing or damaged ({size} bytes, {shard['bytes']} when it was written); run"
             " `dvc repro keypoints` again (delete the file first if it is linked from the cache)"

@@ -28,7 +28,7 @@ from pipeline.errors import RequestError, read_environment_number
 from pipeline.params import RunParams, TrainParams
 from pipeline.train.optimizer import collect_optimizer_tensors, restore_optimizer
 from superglue_sift import torch_compat
-from superglue_sift.files import file_sha256, json_digest, write_atomic, write_json
+from superglue_sift.files import compute_file_sha256, compute_json_digest, write_atomic, write_json
 from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
@@ -72,7 +72,7 @@ class TrainState:
             "weights": hash_tensors(self.model.state_dict()),
             "values of the optimizer": hash_tensors(collect_optimizer_tensors(self.optimizer)),
             "averaged weights": hash_tensors(self.average),
-            "counts of steps": json_digest({**plain, "scaler": self.scaler.state_dict()}),
+            "counts of steps": compute_json_digest({**plain, "scaler": self.scaler.state_dict()}),
         }
 
     def collect_changing_tensors(self) -> Tensors:
@@ -285,7 +285,7 @@ def make_fingerprint(
     values = {f"train.{key}": value for key, value in describe_parameters(train).items()}
     values.update(data=data, validation=validation)
     if train.init_from:
-        values["initial_weights"] = file_sha256(train.init_from)[:16]
+        values["initial_weights"] = compute_file_sha256(train.init_from)[:16]
     # Include keys of `run` that decide the steps.
     if run.batch_per_rank or run.lr_scaling != "none":
         values.update(
@@ -298,7 +298,7 @@ def make_fingerprint(
 
 def name_training(values: Info) -> str:
     """Return the name of a training, the same on any machine and for any version of the code."""
-    return json_digest(values)
+    return compute_json_digest(values)
 
 
 def list_changed_keys(saved: Info, ours: Info) -> List[str]:
@@ -479,7 +479,7 @@ def find_finished_training(args: argparse.Namespace, folder: Path, ours: Info) -
     # Compare the curves that are there, if no checkpoint has them.
     if not any(folder.glob("step-*.safetensors")):
         present = {
-            name: file_sha256(args.reports / "curves" / name)
+            name: compute_file_sha256(args.reports / "curves" / name)
             for name in origin["curves"]
             if (args.reports / "curves" / name).is_file()
         }

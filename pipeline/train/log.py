@@ -33,7 +33,7 @@ from pipeline.train.checkpoint import (
     list_changed_keys,
     select_by_prefix,
 )
-from superglue_sift.files import file_sha256, write_atomic, write_csv, write_json
+from superglue_sift.files import compute_file_sha256, write_atomic, write_csv, write_json
 from superglue_sift.progress import Progress
 
 Rows = List[Metrics]  # the points of a curve, each with its `step`
@@ -113,7 +113,7 @@ def write_curves(reports: Path, curves: Curves, best_step: int) -> None:
 def hash_curve_files(reports: Path) -> Dict[str, str]:
     """Return the SHA-256 of the file of each curve that is in the folder of reports."""
     paths = [reports / "curves" / name for name in CURVES.values()]
-    return {path.name: file_sha256(path) for path in paths if path.is_file()}
+    return {path.name: compute_file_sha256(path) for path in paths if path.is_file()}
 
 
 def draw_curves(path: Path, curves: Curves, best_step: int) -> None:
@@ -303,7 +303,7 @@ class TrainingLogger:
         self.timed_steps += 1
         # The baseline comes last in the line of progress, because a terminal cuts the end.
         loss = self.sums["loss"] / max(self.sums["pairs"], 1.0)
-        self.bar.show(f"loss {loss:.2f}, {self._validation}{self._baseline}")
+        self.bar.show_text(f"loss {loss:.2f}, {self._validation}{self._baseline}")
         self.bar.update(1)
 
     def log_point(self, step: int, metrics: Metrics) -> None:
@@ -340,7 +340,7 @@ class TrainingLogger:
             self._validation = f"F1 {percent['f1']:.1f} ({gain}), "
             line += f", {gain} from the best before"
         if self.context.is_main:
-            self.bar.say(f"{line}; {self._baseline} %")
+            self.bar.print_line(f"{line}; {self._baseline} %")
         self._restart_clock()  # validation is no training time
 
     def write_curves(self, best_step: int) -> None:

@@ -30,7 +30,7 @@ from pipeline.train.data import Sample, StepBatches
 from pipeline.train.log import TrainingLogger
 from pipeline.train.loss import Validation, choose_validation_pairs
 from pipeline.train.optimizer import choose_precision, compute_learning_rate, detect_abilities
-from superglue_sift.files import json_digest
+from superglue_sift.files import compute_json_digest
 from superglue_sift.network.batch import PairBatch
 
 CLIP_NORM = 1.0  # largest norm of the gradient, so that no single batch moves the weights far
@@ -385,7 +385,7 @@ class Training:
         computed_by = {
             "precision": self.precision,
             "processes": context.world_size,
-            "code": json_digest(self.code),
+            "code": compute_json_digest(self.code),
             **self.versions,
         }
         names = distributed.all_gather(get_device_name(context.device))

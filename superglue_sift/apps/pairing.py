@@ -23,7 +23,7 @@ from superglue_sift.errors import RequestError, check_range
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import to_root_sift
 from superglue_sift.features.store import PhotoFile
-from superglue_sift.files import FileName, read_lines, spelled_as_file
+from superglue_sift.files import FileName, find_spelling, read_lines
 from superglue_sift.matcher import split_batches
 
 PICTURE_ENDING = "matches.jpg"  # ending of pictures of matches, which are no photographs
@@ -159,7 +159,7 @@ def _resolve_pair(names: Tuple[FileName, FileName], root: Path) -> Tuple[Path, P
         RequestError: If both are one file.
     """
     # A name without a file stays as it is, and is reported as a bad image.
-    spelled = (spelled_as_file(root, str(name)) or name for name in names)
+    spelled = (find_spelling(root, str(name)) or name for name in names)
     path0, path1 = (Path(os.path.normpath(root / name)) for name in spelled)
     if path0 == path1:
         raise RequestError(f"{names[0]} with itself; name two images")

@@ -25,7 +25,7 @@ import numpy as np
 
 from superglue_sift.errors import RequestError
 from superglue_sift.features import sift
-from superglue_sift.files import file_sha256
+from superglue_sift.files import compute_file_sha256
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def load_extractor(name: str) -> Extractor:
         records.dtype,
         bool(records["scale"][0]),
         function,
-        file_sha256(imported.__file__ or ""),
+        compute_file_sha256(imported.__file__ or ""),
     )
 
 

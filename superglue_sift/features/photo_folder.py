@@ -46,12 +46,12 @@ def walk_folders(folder: FileName) -> Iterator[Tuple[Path, List[str]]]:
     # A link to a folder above this one would lead into this one again.
     entered = set(map(str, Path(folder).resolve().parents))
     for path, subfolders, files in os.walk(folder, followlinks=True):
-        real_path = os.path.realpath(path)
+        resolve_link = os.path.realpath(path)
         # `os.walk` enters the folders that are left in its list.
-        if real_path in entered:
+        if resolve_link in entered:
             subfolders[:] = []
             continue
-        entered.add(real_path)
+        entered.add(resolve_link)
         subfolders[:] = sorted(name for name in subfolders if not _is_hidden(name))
         yield Path(path), sorted(files)
 

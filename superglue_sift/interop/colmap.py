@@ -29,7 +29,7 @@ from superglue_sift.features.features import Features
 from superglue_sift.features.images import invert_orientation, map_to_upright
 from superglue_sift.features.sift import to_root_sift
 from superglue_sift.features.store import FeatureStore, PhotoFile
-from superglue_sift.files import name_below, real_path, replace_file
+from superglue_sift.files import name_below, replace_file, resolve_link
 from superglue_sift.geometry import tracks, two_view, verification
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
@@ -76,7 +76,7 @@ def create_database(
     Raises:
         RequestError: If COLMAP cannot read a photograph.
     """
-    path = real_path(path)
+    path = resolve_link(path)
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)

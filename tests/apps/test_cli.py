@@ -50,7 +50,7 @@ def work(tmp_path, photo, monkeypatch):
 
 def run(words):
     extra = ["--model", "model.safetensors", "--device", "cpu"]
-    return errors.exit_code(cli.main, [*extra, *words.split()])
+    return errors.run_main(cli.main, [*extra, *words.split()])
 
 
 def test_matches_picture_and_json(work, capsys):

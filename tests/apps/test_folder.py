@@ -37,7 +37,7 @@ def work(tmp_path, photo, color_photo, monkeypatch):
 
 def run(words):
     extra = ["--model", "model.safetensors", "--device", "cpu", "--max-keypoints", "300"]
-    return errors.exit_code(cli.main, [*extra, *words.split()])
+    return errors.run_main(cli.main, [*extra, *words.split()])
 
 
 def npz_names(name):

@@ -67,5 +67,5 @@ def test_a_camera_file_that_is_wrong_is_named(tmp_path, capsys):
     pytest.importorskip("pycolmap")
     (tmp_path / "cameras.txt").write_text("a.jpg 1 2 3\n")
     words = [str(tmp_path), "--cameras", str(tmp_path / "cameras.txt")]
-    assert errors.exit_code(scenes.main, words) == 2
+    assert errors.run_main(scenes.main, words) == 2
     assert "cameras.txt: needs" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from pipeline.evaluate import __main__ as evaluate
 from pipeline.evaluate import pairs
 from pipeline.evaluate.estimators import DEFAULT
 from pipeline.evaluate.matchers import BOUND, MATCHERS, OURS
-from superglue_sift.files import file_sha256
+from superglue_sift.files import compute_file_sha256
 
 ERRORS = [f"error_{name}{end}" for name in DEFAULT for end in ("", "_refined")]
 
@@ -145,7 +145,7 @@ def test_a_further_model_stands_in_every_table_with_its_own_threshold(work, caps
 
 def test_a_fine_tuned_model_is_compared_with_the_weights_it_started_from(work):
     start = write_model(work / "start.safetensors")
-    about = {"initial_weights": file_sha256(start)[:16]}
+    about = {"initial_weights": compute_file_sha256(start)[:16]}
     models = {OURS: write_model(work / "model.safetensors", about=about)}
     find = evaluate.find_initial_weights
     assert find(models, str(start)) == {"initial": start}

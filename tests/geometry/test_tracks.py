@@ -44,7 +44,7 @@ def test_keypoints_of_a_database_are_where_the_pixels_agree(photo, tmp_path, mon
     words = "photos --out-dir found --no-scene --max-keypoints 300 --device cpu --colmap"
     errors_px = []
     for more in ("exact.db", "sift.db --no-refine"):
-        assert errors.exit_code(cli.main, f"{words} {more}".split()) == 0
+        assert errors.run_main(cli.main, f"{words} {more}".split()) == 0
         with pycolmap.Database.open(more.split()[0]) as database:
             key = {image.name: image.image_id for image in database.read_all_images()}
             ids = (key["0.png"], key["1.png"])

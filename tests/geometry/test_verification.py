@@ -337,7 +337,7 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
     words += ["--max-keypoints", "2000", "--resize", "768", "--device", "cpu"]
     tables, databases = [], []
     for name in ("first.db", "resumed.db"):
-        assert errors.exit_code(cli.main, [*words, "--colmap", str(tmp_path / name)]) == 0
+        assert errors.run_main(cli.main, [*words, "--colmap", str(tmp_path / name)]) == 0
         tables.append((found / "pairs.csv").read_text())
         with pycolmap.Database.open(str(tmp_path / name)) as database:
             databases.append([database.read_keypoints(number) for number in (1, 2, 3)])

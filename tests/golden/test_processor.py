@@ -21,7 +21,7 @@ from reading import read_json, read_yaml
 
 from pipeline import presets, provenance
 from superglue_sift import environment
-from superglue_sift.files import file_sha256
+from superglue_sift.files import compute_file_sha256
 from superglue_sift.network.weights import load_model_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def hash_files(folder, pattern):
             for name, tensor in sorted(load_model_file(path)[0].items()):
                 total.update(name.encode() + tensor.numpy().tobytes())
         else:
-            total.update(file_sha256(path).encode())
+            total.update(compute_file_sha256(path).encode())
     return total.hexdigest()
 
 

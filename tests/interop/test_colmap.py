@@ -155,7 +155,7 @@ def test_a_database_that_cannot_be_matched_is_one_line(database, capsys, change,
             database(change)
         else:
             change(Path("x.db"))
-        assert errors.exit_code(lambda _: run(f"--no-scene {words}")) == 2
+        assert errors.run_main(lambda _: run(f"--no-scene {words}")) == 2
     assert said in read_error(capsys)
 
 

@@ -105,7 +105,7 @@ def test_every_damage_is_found_when_all_is_verified(tmp_path):
 def test_a_few_shards_are_hashed_by_default(tmp_path, monkeypatch):
     folder = write(tmp_path, make_images([[1, 1]] * 40), per_shard=1)
     hashed = []
-    monkeypatch.setattr(store, "file_sha256", lambda path: hashed.append(path) or "wrong")
+    monkeypatch.setattr(store, "compute_file_sha256", lambda path: hashed.append(path) or "wrong")
     with pytest.raises(RequestError, match="missing or damaged"):
         KeypointStore(folder)
     KeypointStore(folder, verify="none")
