@@ -181,9 +181,7 @@ class Matcher:
         rules = _make_rules(scene, **_drop_none(accept=accept, likely=likely))
         device = choose_device(device)
         model, info = load_model(path or find_shipped_weights(), device)
-        network = fuse_for_inference(model, precision)
-        if compile:
-            _compile(network)
+        network = _prepare_network(model, precision, compile)
         # Sizes that are None are those of scenes, or the defaults of this class.
         sizes = _drop_none(
             max_keypoints=max_keypoints, network_keypoints=network_keypoints, resize=resize
@@ -604,16 +602,19 @@ def _make_rules(scene: bool, **settings: Any) -> Optional[verification.Rules]:
     return verification.Rules(**settings) if scene else None
 
 
-def _compile(network: SuperGlue) -> None:
-    """Compile the layers of a network.
+def _prepare_network(model: SuperGlue, precision: str, compiled: bool) -> SuperGlue:
+    """Return the network for inference in a precision, with its layers compiled if asked for.
 
     Raises:
-        RequestError: If there is no compiler.
+        RequestError: If it shall be compiled, and there is no compiler.
     """
-    reason = describe_missing_compiler(network.dustbin.device.type)
-    if reason:
-        raise RequestError(f"compile: {reason}; install it, or leave out compile")
-    network.compile_layers()
+    network = fuse_for_inference(model, precision)
+    if compiled:
+        reason = describe_missing_compiler(network.dustbin.device.type)
+        if reason:
+            raise RequestError(f"compile: {reason}; install it, or leave out compile")
+        network.compile_layers()
+    return network
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
