@@ -1,4 +1,4 @@
-"""torch.distributed: joining the process group, and every collective that the project uses.
+"""Join and leave the process group of torch.distributed, and exchange values between its ranks.
 
 Each function also works in a single process without a group.
 """
@@ -39,16 +39,22 @@ from superglue_sift import torch_compat
 START_SECONDS = 120
 TIMEOUT_SECONDS = 600  # NCCL has the same limit
 LARGEST_PORT = 65535
-LOCK = ".lock"  # the file in a folder that its writer locks
-NOTICE_SECONDS = 2  # time for torchrun to see which rank was killed, before the other ranks end
+LOCK = ".lock"  # The file in a folder that its writer locks
+NOTICE_SECONDS = 2  # Time for torchrun to see which rank was killed, before the other ranks end
 # One of these stands in the message of a collective when another rank is gone or hangs.
 LOST_PEER = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
-# MiB; on a slow link this is faster than torch's 25.
+# Size of a bucket of gradients in MiB. On a slow link this is faster than torch's 25.
 BUCKET_MB = 4
 
 
 class Context(NamedTuple):
-    """This process among the processes of the run."""
+    """This process among the processes of the run.
+
+    Attributes:
+        rank: its number, from 0 on.
+        world_size: the number of processes.
+        device: where it computes.
+    """
 
     rank: int
     world_size: int
@@ -60,9 +66,9 @@ class Context(NamedTuple):
 
 
 def _adopt_slurm_variables() -> None:
-    """Use SLURM's variables as ranks (`srun python -m pipeline.train`).
+    """Set the environment variables of torchrun from those of SLURM (`srun python -m ...`).
 
-    The variables of torchrun have precedence.
+    If those of torchrun are set, nothing happens.
     """
     # SLURM_PROCID alone is also set inside an sbatch script that starts torchrun or one process
     # itself. SLURM_NTASKS belongs to the job, whose interactive shell is a step of one task.
@@ -71,14 +77,13 @@ def _adopt_slurm_variables() -> None:
     )
     if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
         return
-    # Set the names that torch reads.
     os.environ["RANK"] = str(read_environment_number("SLURM_PROCID"))
     os.environ["WORLD_SIZE"] = str(tasks)
     os.environ["LOCAL_RANK"] = str(read_environment_number("SLURM_LOCALID"))
     # Rank 0 runs on the first node of its step. The job may have been started on a login node.
-    job = os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    job_nodes = os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
     os.environ.setdefault(
-        "MASTER_ADDR", parse_first_host(os.environ.get("SLURM_STEP_NODELIST", job))
+        "MASTER_ADDR", parse_first_host(os.environ.get("SLURM_STEP_NODELIST", job_nodes))
     )
     os.environ.setdefault(
         "MASTER_PORT", str(20000 + read_environment_number("SLURM_JOB_ID", 0) % 20000)
@@ -86,7 +91,7 @@ def _adopt_slurm_variables() -> None:
 
 
 def parse_first_host(nodes: str) -> str:
-    """Return the first host in SLURM's list of nodes: gpu07 for `gpu[07-09,12],login1`.
+    """Return the first host in SLURM's list of nodes, such as gpu07 for `gpu[07-09,12],login1`.
 
     `scontrol show hostnames` does the same, but images do not have it.
     """
@@ -94,10 +99,14 @@ def parse_first_host(nodes: str) -> str:
 
 
 def find_free_port(address: str = "127.0.0.1", port: int = 0) -> int:
-    """Return `port` if it is free at an address of this machine, or any free port if it is 0.
+    """Return a port that is free at an address of this machine.
 
-    The address "" stands for all addresses. Raises RequestError if the port is in use, or if the
-    address belongs to another machine.
+    Args:
+        address: host name or number. The address "" stands for all addresses of this machine.
+        port: the only port to try, or 0 for any port.
+
+    Raises:
+        RequestError: If the port is in use, or if the address belongs to another machine.
     """
     try:
         with socket.create_server((address, port)) as server:
@@ -110,13 +119,17 @@ def find_free_port(address: str = "127.0.0.1", port: int = 0) -> int:
 
 
 def _read_meeting_port(world_size: int) -> int:
-    """Return the port at which the ranks meet. Raises RequestError if no address is set."""
+    """Return the port at which the ranks meet.
+
+    Raises:
+        RequestError: If no address is set, or if MASTER_PORT is no port.
+    """
     if not os.environ.get("MASTER_ADDR"):
         raise RequestError(
             f"environment WORLD_SIZE={world_size}: needs MASTER_ADDR and MASTER_PORT, the address"
             " of rank 0; `python -m pipeline.launch` sets them"
         )
-    return read_environment_number("MASTER_PORT", least=1, most=LARGEST_PORT)
+    return read_environment_number("MASTER_PORT", minimum=1, maximum=LARGEST_PORT)
 
 
 def join_group() -> Context:
@@ -126,8 +139,8 @@ def join_group() -> Context:
     carries everything.
 
     Raises:
-        RequestError: an environment variable is not a number, or the port is in use.
-        WorkError: the other ranks do not come.
+        RequestError: If an environment variable is not a number, or if the port is in use.
+        WorkError: If the other ranks do not come.
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun:
@@ -138,7 +151,7 @@ def join_group() -> Context:
 
     # Each rank of this machine has a device of its own.
     rank = read_environment_number("RANK", 0)
-    world_size = read_environment_number("WORLD_SIZE", 1, least=1)
+    world_size = read_environment_number("WORLD_SIZE", 1, minimum=1)
     if rank >= world_size:
         raise RequestError(f"environment RANK={rank}: must be below WORLD_SIZE ({world_size})")
     if torch.cuda.is_available():
@@ -146,7 +159,7 @@ def join_group() -> Context:
             "cuda", read_environment_number("LOCAL_RANK", 0) % torch.cuda.device_count()
         )
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = False  # see `weights.choose_device`
+        torch.backends.cuda.matmul.allow_tf32 = False  # The reason is in `weights.choose_device`
     else:
         device = torch.device("cpu")
 
@@ -155,29 +168,31 @@ def join_group() -> Context:
         port = _read_meeting_port(world_size)
         if rank == 0 and not by_torchrun:
             find_free_port("", port)
-        meeting = datetime.timedelta(
+        meeting_timeout = datetime.timedelta(
             seconds=read_environment_number("SG_START_TIMEOUT", START_SECONDS)
         )
-        waiting = datetime.timedelta(seconds=read_environment_number("SG_TIMEOUT", TIMEOUT_SECONDS))
+        collective_timeout = datetime.timedelta(
+            seconds=read_environment_number("SG_TIMEOUT", TIMEOUT_SECONDS)
+        )
         try:
-            store = next(iter(rendezvous("env://", rank, world_size, timeout=meeting)))[0]
+            store = next(iter(rendezvous("env://", rank, world_size, timeout=meeting_timeout)))[0]
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise WorkError(
                 f"rank {rank} of {world_size}: the others did not come within"
-                f" {meeting.seconds} s (SG_START_TIMEOUT): {reason}"
+                f" {meeting_timeout.seconds} s (SG_START_TIMEOUT): {reason}"
             ) from error
         dist.init_process_group(
             torch_compat.choose_backend(device.type),
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=waiting,
+            timeout=collective_timeout,
         )
     return Context(rank, world_size, device)
 
 
-_left_groups: List[Any] = []  # groups that this process has left; `_join_threads` releases them
+_left_groups: List[Any] = []  # Groups that this process has left; `_join_threads` releases them
 
 
 @atexit.register
@@ -185,13 +200,13 @@ def _join_threads() -> None:
     """Release the groups at the one moment when it is safe.
 
     The destructor of a group joins gloo's threads. A thread may still need the GIL to free the
-    tensors of the last collective. Earlier, DistributedDataParallel may have the last reference,
-    and its destructor holds the GIL, so a finished training hangs. Later, Python ends a thread that
-    asks for the GIL, which C++ answers with an abort. Each happened about once in some hundred
-    runs.
+    tensors of the last collective. Before this moment, DistributedDataParallel may have the last
+    reference, and its destructor holds the GIL, so a finished training hangs. After this moment,
+    Python ends a thread that asks for the GIL, and C++ aborts the process. Each of the two happened
+    about once in some hundred runs.
     """
     gc.collect()  # DistributedDataParallel is part of reference cycles
-    _left_groups.clear()  # this is the last reference, and clearing it releases the GIL first
+    _left_groups.clear()  # This is the last reference, and clearing it releases the GIL first
 
 
 def _abandon_group() -> None:
@@ -199,8 +214,8 @@ def _abandon_group() -> None:
     if not dist.is_initialized():
         return
     group = dist.distributed_c10d._get_default_group()
-    # The group is never released, because its destructor joins gloo's threads. These may wait for
-    # other ranks.
+    # The group is never released, because its destructor waits for gloo's threads, and these may
+    # wait for other ranks.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     if torch.cuda.is_available() and hasattr(group, "_get_backend"):
         nccl = group._get_backend(torch.device("cuda"))
@@ -209,12 +224,12 @@ def _abandon_group() -> None:
 
 
 def has_other_ranks() -> bool:
-    """Return whether there are other ranks."""
+    """Return whether the group has other ranks than this one."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def sum_with_gradient(tensor: Tensor) -> Tensor:
-    """Sum a tensor over ranks. Gradients flow through the sum, as batch normalization needs."""
+    """Return the sum of a tensor over all ranks. Gradients flow through it (for `norm: batch`)."""
     if not has_other_ranks():
         return tensor
     return torch.distributed.nn.functional.all_reduce(tensor, group=dist.group.WORLD)
@@ -224,7 +239,7 @@ def sum_over_ranks(sums: Mapping[str, float]) -> Dict[str, float]:
     """Return the sums over all ranks, in float64. Every rank has the same names."""
     if not has_other_ranks() or not sums:
         return dict(sums)
-    # (names,): all sums are in one tensor, so one collective exchanges them
+    # One tensor (names,) holds all sums, so that one collective exchanges them.
     names = sorted(sums)
     # With torch 1.10 NCCL is the only backend, and carries tensors of GPUs.
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -234,12 +249,12 @@ def sum_over_ranks(sums: Mapping[str, float]) -> Dict[str, float]:
 
 
 def is_true_on_any_rank(flag: bool) -> bool:
-    """Return whether the flag is True on any of the ranks."""
+    """Return whether `flag` is True on at least one rank. All ranks call this together."""
     return bool(sum_over_ranks({"flag": flag})["flag"])
 
 
 def all_gather(item: Any) -> List[Any]:
-    """Return the item of every rank, in the order of ranks.
+    """Return the item of every rank, in the order of ranks. All ranks call this together.
 
     An item is any object that pickle can send between processes.
     """
@@ -251,35 +266,44 @@ def all_gather(item: Any) -> List[Any]:
 
 
 def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Compute `work(rows)`, where the ranks share the rows (K, ...).
+    """Return `work(rows)`, where each rank computes a part of the rows.
 
-    `work` must treat rows independently and keep their shapes.
+    All ranks call this together, with the same rows.
+
+    Args:
+        work: a function that treats rows independently and keeps their shapes.
+        rows: (K, ...), on the device of this rank.
     """
     if not has_other_ranks():
         return work(rows)
-    # Every rank gets `count` rows, K / ranks rounded up. The last rows may be padding.
-    count = -(-len(rows) // dist.get_world_size())
-    part = rows[dist.get_rank() * count :][:count]
-    done = rows.new_zeros((count, *rows.shape[1:]))
-    done[: len(part)] = work(part)
-    parts = [torch.empty_like(done) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, done)
-    return torch.cat(parts)[: len(rows)]
+    # K / ranks, rounded up. The last rows may be padding.
+    rows_per_rank = -(-len(rows) // dist.get_world_size())
+    rank_rows = rows[dist.get_rank() * rows_per_rank :][:rows_per_rank]
+    rank_results = rows.new_zeros((rows_per_rank, *rows.shape[1:]))
+    rank_results[: len(rank_rows)] = work(rank_rows)
+    all_results = [torch.empty_like(rank_results) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_results, rank_results)
+    return torch.cat(all_results)[: len(rows)]
 
 
 def broadcast(item: Any, source: int = 0) -> Any:
-    """Return the item of rank `source`, on every rank."""
+    """Return the item of rank `source`, on every rank. All ranks call this together."""
     if not has_other_ranks():
         return item
-    box = [item]
-    dist.broadcast_object_list(box, src=source)
-    return box[0]
+    items = [item]
+    dist.broadcast_object_list(items, src=source)
+    return items[0]
 
 
 def run_on_main(work: Callable[[], Any], is_main: bool) -> Any:
-    """Return the result of `work()` on rank 0, on every rank. All ranks call this together.
+    """Call `work()` on rank 0, and return its result on every rank. All ranks call this together.
 
-    If it raises RequestError, rank 0 raises that error, and the other ranks SystemExit.
+    Args:
+        work: a function whose result pickle can send between processes.
+        is_main: whether this is rank 0.
+
+    Raises:
+        RequestError: If `work` raises it. On other ranks than 0 this is SystemExit.
     """
     outcome: Any = None
     if is_main:
@@ -296,14 +320,18 @@ def run_on_main(work: Callable[[], Any], is_main: bool) -> Any:
 
 
 def elect_writer(folder: Path, context: Context) -> bool:
-    """Return whether this rank writes to `folder`. All ranks call this together.
+    """Return whether this rank is to write into `folder`. All ranks call this together.
 
-    The first rank of those that share a folder writes. These are rank 0, and the first rank of each
-    node that has a folder of its own under this name. Raises OSError if rank 0 cannot write there.
+    The first rank of those that share a folder is to write. These are rank 0, and the first rank of
+    each node that has a folder of its own under this name. To find out who shares a folder, each
+    rank creates the folder and, for a moment, a file in it.
+
+    Raises:
+        OSError: If rank 0 cannot write there.
     """
-    name = broadcast(uuid.uuid4().hex)  # a new name, which no file system has cached as missing
+    token = broadcast(uuid.uuid4().hex)  # A new name, which no file system has cached as missing
     # Each rank leaves a mark. A rank that sees the mark of a lower rank shares its folder.
-    marks = [folder / f".{name}-{rank}.rank" for rank in range(context.world_size)]
+    marks = [folder / f".{token}-{rank}.rank" for rank in range(context.world_size)]
     with contextlib.suppress(*(() if context.is_main else (OSError,))):
         folder.mkdir(parents=True, exist_ok=True)
         marks[context.rank].touch()
@@ -317,17 +345,21 @@ def elect_writer(folder: Path, context: Context) -> bool:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
-    """Keep other runs out of `folder`, and say whether this rank writes there (`elect_writer`).
+    """Keep other runs out of `folder` in this context. All ranks call this together.
 
-    The system releases the lock when the process that holds it ends, however it ends. All ranks
-    call this together.
+    The system releases the lock when the process that holds it ends, however it ends.
 
     Args:
+        folder: what to lock. It is created if it is missing.
+        context: this process among the ranks.
         seconds: how long to wait for the lock. A run that is started again waits until the system
             has released that of the run before, which may take time on a network folder.
 
+    Returns:
+        A context manager that gives whether this rank is to write into `folder` (`elect_writer`).
+
     Raises:
-        RequestError: another run has the lock. On other ranks than 0 this is SystemExit.
+        RequestError: If another run has the lock. On other ranks than 0 this is SystemExit.
     """
     is_writer = elect_writer(folder, context)
     with contextlib.ExitStack() as stack:
@@ -347,9 +379,9 @@ def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
 def _lock_file(path: Path, seconds: int) -> Iterator[Optional[str]]:
     """Lock a file. Yield None, or the name of the process that has the lock already.
 
-    It is a POSIX lock, which belongs to this process alone: processes that load batches do not
-    inherit it. It also holds between the nodes of a network folder. On a file system without locks
-    it does nothing.
+    The lock is a POSIX lock, which belongs to this process alone. Processes that load batches do
+    not inherit it. The lock also works between the nodes of a network folder. On a file system
+    without locks, nothing is locked.
     """
     deadline = time.monotonic() + seconds
     with path.open("a+", encoding="utf-8") as stream:
@@ -359,7 +391,7 @@ def _lock_file(path: Path, seconds: int) -> Iterator[Optional[str]]:
                 yield stream.read() or "an unknown process"
                 return
             time.sleep(0.2)
-        # The message of another process has the name of this one.
+        # Another process that cannot have the lock names this one in its message.
         stream.truncate(0)
         stream.write(f"process {os.getpid()} on {socket.gethostname()}")
         stream.flush()
@@ -380,10 +412,14 @@ def _try_to_lock(stream: IO[str]) -> bool:
 
 
 def copy_from_main(tensors: Dict[str, Tensor]) -> float:
-    """Replace the values of tensors by those of rank 0, in place, on every rank.
+    """Replace the values of tensors by those of rank 0, in place. All ranks call this together.
 
-    Each rank has tensors of the same shapes. Returns the norm of this rank's change, divided by the
-    norm of rank 0's values.
+    Args:
+        tensors: tensors by name, with the same names and shapes on every rank. Only those of
+            floating-point numbers change.
+
+    Returns:
+        The norm of this rank's change, divided by the norm of rank 0's values.
     """
     change = 0.0
     size = 0.0
@@ -399,13 +435,17 @@ def copy_from_main(tensors: Dict[str, Tensor]) -> float:
 
 
 def barrier() -> None:
-    """Wait for all ranks. Raises RuntimeError after the timeout (SG_TIMEOUT)."""
+    """Wait until all ranks have come here.
+
+    Raises:
+        RuntimeError: If a rank does not come within the timeout (SG_TIMEOUT).
+    """
     if has_other_ranks():
         dist.barrier()
 
 
 def wrap_in_ddp(module: nn.Module) -> nn.Module:
-    """Wrap `module` in DistributedDataParallel if there are several ranks. Else return `module`.
+    """Return `module` in DistributedDataParallel, or `module` itself if there is one rank.
 
     Buckets are small, so that the first ones are exchanged while the rest of the gradient is
     computed. Parameters should be registered in the order of the forward pass.
@@ -426,10 +466,13 @@ def wrap_in_ddp(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[Context]:
-    """Give the context of a process in its group, and leave the group afterwards.
+    """Join the process group, yield the context of this process, and leave the group afterwards.
 
-    After a failure it does not wait for the other ranks, which see that the connection closes.
-    Raises WorkError if another rank died or hangs.
+    After a failure this rank does not wait for the others, which see that the connection closes.
+
+    Raises:
+        RequestError: If the environment is wrong (`join_group`).
+        WorkError: If another rank does not come, died or hangs.
     """
     try:
         yield join_group()

@@ -2,16 +2,16 @@
 
 It checks the request first, so that an error is one line and exit code 2, not a traceback of every
 rank. Then torchrun runs in this process. It starts the ranks, and passes a signal on to them. The
-launcher returns the exit code of the stage, and starts the ranks again if one of them was killed.
+launcher starts the ranks again if one of them was killed, and returns the exit code of the stage.
 
 NPROC_PER_NODE: the number of processes, or auto (the default), which is the number of GPUs. Without
-a GPU auto means 2, on any number of cores, because it decides the last bits of the weights.
+a GPU auto means 2, on any number of cores, because the number decides the last bits of the weights.
 Several nodes: set NNODES (2, or 1:2 for an elastic job) and RDZV_ENDPOINT (host:port of one of
 them), the same on each node. RDZV_ID tells jobs at one endpoint apart. LOCAL_ADDR is the address by
 which other nodes reach this one, if its host name does not resolve to it (torch 2).
 GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface.
 One node: MASTER_ADDR and MASTER_PORT choose another address than a free port of 127.0.0.1.
-SG_MAX_RESTARTS (3): how often a run that lost a process starts again from its newest checkpoint.
+SG_MAX_RESTARTS: how often a run that lost a process starts again from its newest checkpoint (3).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VARIABLES = {
     # A restarted rank must not read a dead peer's address from a shared store: it would hang
     # (pytorch#135712).
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    # A rank has so many seconds to save after SIGTERM (with torch 1.10 always 30).
+    # Seconds that a rank has to save after SIGTERM (with torch 1.10 always 30).
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90",
     # A rank that waits for a dead one must fail. The name changed with torch 2.2.
     "NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -48,7 +48,7 @@ VARIABLES = {
 
 
 def count_processes_per_node() -> int:
-    """Return NPROC_PER_NODE as a number.
+    """Return the number of processes of this node, which NPROC_PER_NODE says.
 
     Raises:
         RequestError: If it is no number, or if ranks would share a GPU, which NCCL refuses.
@@ -58,7 +58,7 @@ def count_processes_per_node() -> int:
     gpus = torch.cuda.device_count()
     if os.environ.get("NPROC_PER_NODE", "") in ("", "auto"):
         return gpus or DEFAULT_CPU_PROCESSES
-    processes = read_environment_number("NPROC_PER_NODE", 1, least=1)
+    processes = read_environment_number("NPROC_PER_NODE", 1, minimum=1)
     if 0 < gpus < processes:
         raise RequestError(
             f"NPROC_PER_NODE={processes}, but GPUs here: {gpus}; set it to {gpus} or auto"
@@ -72,7 +72,11 @@ def is_one_node() -> bool:
 
 
 def read_least_nodes() -> int:
-    """Return the number of nodes, the smallest of an elastic job (NNODES=1:2)."""
+    """Return the number of nodes, which NNODES says. In an elastic job (1:2) it is the smallest.
+
+    Raises:
+        RequestError: If NNODES is neither a number nor a range.
+    """
     text = os.environ.get("NNODES", "1")
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", text):
         raise RequestError(f"NNODES={text!r}: must be a number of nodes, or least:most")
@@ -80,7 +84,12 @@ def read_least_nodes() -> int:
 
 
 def make_torchrun_options(processes: int, restarts: int) -> List[str]:
-    """Return the options of torchrun, whose names have underscores for torch 1.10.
+    """Make the options of torchrun from the environment. Their names have underscores (torch 1.10).
+
+    Args:
+        processes: number of processes of this node.
+        restarts: how often torchrun starts several nodes again. One node is started again by
+            `run_stage`.
 
     Raises:
         RequestError: If the address is wrong, or if the port is in use.
@@ -104,31 +113,36 @@ def make_torchrun_options(processes: int, restarts: int) -> List[str]:
                 f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node"
             )
         options.update(max_restarts=restarts, nnodes=nodes, rdzv_backend="c10d")
-        name = os.environ.get("RDZV_ID", "pipeline")
-        options.update(rdzv_endpoint=endpoint, rdzv_id=name)
-        own = os.environ.get("LOCAL_ADDR", "")
-        if own:  # torchrun cannot tell from an address which node has the endpoint
-            is_host = endpoint.rsplit(":", 1)[0] == own
-            options.update(local_addr=own, rdzv_conf=f"is_host={str(is_host).lower()}")
+        job = os.environ.get("RDZV_ID", "pipeline")
+        options.update(rdzv_endpoint=endpoint, rdzv_id=job)
+        local_address = os.environ.get("LOCAL_ADDR", "")
+        if local_address:  # Torchrun cannot tell from an address which node has the endpoint
+            is_host = endpoint.rsplit(":", 1)[0] == local_address
+            options.update(local_addr=local_address, rdzv_conf=f"is_host={str(is_host).lower()}")
     return [f"--{name}={value}" for name, value in options.items()]
 
 
-def run_torchrun(words: List[str]) -> Tuple[int, int]:
-    """Run torchrun in this process. Return the first rank that failed, and its exit code.
+def run_torchrun(arguments: List[str]) -> Tuple[int, int]:
+    """Run torchrun in this process until the ranks have ended.
 
-    The code is 0 if no rank failed, and negative if a signal killed the rank.
+    Args:
+        arguments: the command line of torchrun.
+
+    Returns:
+        The first rank that failed, and its exit code. The code is 0 if no rank failed, and negative
+        if a signal killed the rank.
 
     Raises:
-        SignalException: this process was asked to stop, and the ranks have ended.
-        RequestError: the nodes do not meet.
+        SignalException: If this process was asked to stop. The ranks have ended then.
+        RequestError: If the nodes do not meet.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    logging.disable(logging.CRITICAL)  # a rank that raised has shown its own traceback
+    logging.disable(logging.CRITICAL)  # A rank that raised has shown its own traceback
     try:
-        run.run(run.parse_args(words))
+        run.run(run.parse_args(arguments))
     except ChildFailedError as error:
         # Failures are in the order in which they were seen. Torchrun ended the later ranks itself.
         rank, failure = next(iter(error.failures.items()))
@@ -140,9 +154,14 @@ def run_torchrun(words: List[str]) -> Tuple[int, int]:
 
 
 def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
-    """Run the ranks until they are done, and start them again if one was killed.
+    """Run the ranks of a stage until they are done, and start them again if one was killed.
 
-    Several nodes have to start again together, so there torchrun does this, whatever ended a rank.
+    Several nodes have to start again together, so torchrun starts them, whatever ended a rank.
+
+    Args:
+        module: name of the module of the stage.
+        arguments: command line of the stage.
+        processes: number of processes of this node.
 
     Returns:
         The exit code: 0, 1, 2, or 143 if the launcher or a rank was asked to stop.
@@ -157,7 +176,6 @@ def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
     # Torchrun passes SIGTERM and SIGINT on to the ranks.
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
-    # Run once, and again if a rank was killed.
     restarts = read_environment_number("SG_MAX_RESTARTS", 3)
     for attempt in range(restarts + 1 if is_one_node() else 1):
         os.environ[RESTARTS] = str(attempt)
@@ -181,21 +199,21 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2
-    workers.end_with_dvc()  # the ranks save a checkpoint before they end
-    name = arguments[0]
-    rest = arguments[1:]
-    if name not in LAUNCHED:
-        raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is loaded
-    module = importlib.import_module(f"{name}.__main__")
+    workers.end_with_dvc()  # The ranks save a checkpoint before they end
+    stage = arguments[0]
+    stage_arguments = arguments[1:]
+    if stage not in LAUNCHED:
+        raise RequestError(f"{stage!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # Torch reads it when it is loaded
+    module = importlib.import_module(f"{stage}.__main__")
     processes = count_processes_per_node()
     if hasattr(module, "check_request"):
-        module.check_request(rest, read_least_nodes() * processes)
-    code = run_stage(name, rest, processes)
+        module.check_request(stage_arguments, read_least_nodes() * processes)
+    exit_code = run_stage(stage, stage_arguments, processes)
     # From here on a signal ends the launcher at once, so that DVC does not start the next stage.
-    for number in workers.STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    return code
+    for signal_number in workers.STOP_SIGNALS:
+        signal.signal(signal_number, signal.SIG_DFL)
+    return exit_code
 
 
 if __name__ == "__main__":

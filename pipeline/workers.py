@@ -1,7 +1,7 @@
 """Compute results in advance by threads and processes, and turn signals into requests to stop.
 
-`prefetch` yields results in the order of their items. The number of results that wait is limited. A
-signal becomes a request to stop between two steps.
+`prefetch` yields results in the order of their items. At most a fixed number of results waits. A
+training reads the request to stop between two steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Callable, Deque, Generator, Iterable, Iterator, Optional
 
 # Signals that containers, Ctrl-C, and SLURM before preemption send
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-PR_SET_PDEATHSIG = 1  # the number of the option in linux/prctl.h
+PR_SET_PDEATHSIG = 1  # The number of the option in linux/prctl.h
 
 Result = TypeVar("Result")
 
@@ -27,10 +27,17 @@ Result = TypeVar("Result")
 def yield_in_order(
     submit: Callable[[Any], Future[Result]], items: Iterable[Any], ahead: int
 ) -> Generator[Result, None, None]:
-    """Yield the result of each item. `submit` gets the items, up to `ahead` of them in advance.
+    """Yield the result of each item, in the order of the items.
 
-    An exception of the work is raised here, when its item comes. Closing the iterator cancels the
-    work that has not started.
+    Closing the iterator cancels the work that has not started.
+
+    Args:
+        submit: starts the work on an item, as `Executor.submit` does.
+        items: what to work on.
+        ahead: largest number of items that are submitted before their results are asked for.
+
+    Raises:
+        Exception: Whatever the work raised, when the turn of its item comes.
     """
     waiting: Deque[Future[Result]] = deque()
     try:
@@ -39,7 +46,6 @@ def yield_in_order(
             waiting.append(submit(item))
             if len(waiting) > ahead:
                 yield waiting.popleft().result()
-        # All items are submitted.
         while waiting:
             yield waiting.popleft().result()
     finally:
@@ -51,9 +57,15 @@ def yield_in_order(
 def prefetch(
     make: Callable[[Any], Result], items: Iterable[Any], ahead: int = 2, threads: int = 1
 ) -> Generator[Result, None, None]:
-    """Yield `make(item)` for each item. Threads compute it up to `ahead` items in advance.
+    """Yield `make(item)` for each item, in the order of the items, computed by threads in advance.
 
     Closing the iterator ends the threads, when each has finished the item that it works on.
+
+    Args:
+        make: computes the result of an item.
+        items: what to compute results of.
+        ahead: largest number of results that are computed in advance.
+        threads: number of threads.
     """
     with ThreadPoolExecutor(threads, "prefetch") as pool:
         yield from yield_in_order(functools.partial(pool.submit, make), items, ahead)
@@ -62,24 +74,25 @@ def prefetch(
 # --- signals
 
 
-def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) -> None:
-    """Ask Linux to send this process the signal `number` when its parent ends.
+def end_with_parent(signal_number: int = signal.SIGKILL, parent_id: Optional[int] = None) -> None:
+    """Ask Linux to send this process a signal when its parent ends.
 
     Args:
-        parent: the id of the parent, if it is known. If the parent has ended already, this process
-            exits at once.
+        signal_number: the number of the signal.
+        parent_id: the id of the parent process, if it is known. If the parent has ended already,
+            this process exits at once.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)  # the parent ended before the call above
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
+    if parent_id is not None and os.getppid() != parent_id:
+        os._exit(1)  # The parent ended before the call above
 
 
 def end_with_dvc() -> None:
     """End this stage by SIGTERM when the DVC that started it ends.
 
-    Else it would write its files beside the stage that the next `dvc repro` starts. The commands in
-    dvc.yaml begin with `exec`, so that DVC is the parent, and not a shell.
+    Otherwise this stage and the one that the next `dvc repro` starts would write the same files.
+    The commands in dvc.yaml begin with `exec`, so that DVC is the parent, and not a shell.
     """
     if "DVC_STAGE" in os.environ:
         end_with_parent(signal.SIGTERM)
@@ -87,53 +100,68 @@ def end_with_dvc() -> None:
 
 @contextlib.contextmanager
 def block_signals() -> Iterator[None]:
-    """Block STOP_SIGNALS here, and in processes started here until they call `ignore_signals`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """Block STOP_SIGNALS in this context, also in processes that start here.
+
+    Such a process unblocks them by `ignore_signals`.
+    """
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
-def ignore_signals(worker: int, parent: int) -> None:
+def ignore_signals(worker_index: int, parent_id: int) -> None:
     """Let a process that loads batches ignore STOP_SIGNALS, and end with the process `parent`.
 
     A signal may go to all processes of a job, but the training needs the batches of its last step.
-    `worker` is the number of the process, which torch gives.
+
+    Args:
+        worker_index: the index that torch gives each worker. It is not used.
+        parent_id: the id of the process that trains.
     """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in STOP_SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    end_with_parent(parent=parent)
+    end_with_parent(parent_id=parent_id)
 
 
 class Stop:
-    """A request to stop. `requested` becomes True when one of the signals arrives.
+    """A request to stop, which a signal makes.
 
-    A second Ctrl-C ends the process at once. SIGTERM does not count as one, because schedulers send
+    A second Ctrl-C ends the process at once. A second SIGTERM does not, because schedulers send
     several signals to the same process.
+
+    Attributes:
+        requested: whether one of STOP_SIGNALS has arrived.
+        interrupted: whether one of them was a Ctrl-C.
     """
 
     requested = False
     interrupted = False
 
-    def _request(self, number: int, frame) -> None:
-        if self.interrupted and number == signal.SIGINT:
+    def _request(self, signal_number: int, frame) -> None:
+        if self.interrupted and signal_number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
-        self.interrupted |= number == signal.SIGINT
+        self.interrupted |= signal_number == signal.SIGINT
 
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[Stop]:
-    """Let STOP_SIGNALS only set a flag in this context. Their handlers are restored afterwards."""
+    """Let STOP_SIGNALS only make a request to stop in this context, and yield this request.
+
+    The handlers of the signals are restored afterwards.
+    """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield stop  # only the main thread can handle signals
+        yield stop  # Only the main thread can handle signals
         return
-    before = {number: signal.signal(number, stop._request) for number in STOP_SIGNALS}
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, stop._request) for signal_number in STOP_SIGNALS
+    }
     try:
         yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)

@@ -20,11 +20,13 @@ from superglue_sift.features.images import BadImage, is_plain_jpeg
 
 BATCH = 32  # images that are decoded at once
 
-Work = Union[Entry, Tuple[Entry, np.ndarray]]  # an image, perhaps with its gray pixels
+MaybeDecoded = Union[Entry, Tuple[Entry, np.ndarray]]  # an image, perhaps with its gray pixels
 Decode = Callable[[List[bytes]], List[np.ndarray]]  # up to BATCH files to gray pixels (H, W) uint8
 
 
-def read_and_decode(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iterator[Work]:
+def read_and_decode(
+    decoder: str, images: ImageSet, entries: Iterable[Entry]
+) -> Iterator[MaybeDecoded]:
     """Yield each entry in order, with its gray pixels (H, W) uint8 or alone.
 
     An entry is alone if Pillow has to decode it later: a file that is no plain JPEG, or a file in a
@@ -32,12 +34,12 @@ def read_and_decode(decoder: str, images: ImageSet, entries: Iterable[Entry]) ->
     of the file (ITU-R BT.601). On a CPU the pixels are the same as Pillow's. nvJPEG may differ by a
     few levels.
     """
-    left = iter(entries)
+    remaining = iter(entries)
     if decoder == "pillow":
-        yield from left
+        yield from remaining
         return
     decode: Optional[Decode] = None
-    for batch in iter(lambda: list(islice(left, BATCH)), []):
+    for batch in iter(lambda: list(islice(remaining, BATCH)), []):
         jpegs = _read_plain_jpegs(images, batch)
         pixels: Dict[Entry, np.ndarray] = {}
         if jpegs:
@@ -126,17 +128,17 @@ def _make_dali_decoder() -> Decode:
     @pipeline_def(batch_size=BATCH, num_threads=2, device_id=device, prefetch_queue_depth=1)
     def decoding():
         encoded = fn.external_source(name="encoded", batch=True, dtype=types.UINT8, ndim=1)
-        kind = "cpu" if device is None else "mixed"
-        return fn.decoders.image(encoded, device=kind, output_type=types.GRAY, **options)
+        decoder_device = "cpu" if device is None else "mixed"
+        return fn.decoders.image(encoded, device=decoder_device, output_type=types.GRAY, **options)
 
-    built = decoding()
-    built.build()
+    pipeline = decoding()
+    pipeline.build()
 
     def decode(jpegs: List[bytes]) -> List[np.ndarray]:
-        built.feed_input("encoded", [np.frombuffer(data, np.uint8) for data in jpegs])
-        (output,) = built.run()
+        pipeline.feed_input("encoded", [np.frombuffer(data, np.uint8) for data in jpegs])
+        (output,) = pipeline.run()
         pixels: Any = output.as_cpu() if hasattr(output, "as_cpu") else output
         # (H, W, 1) becomes (H, W), copied because DALI reuses the memory
-        return [np.array(pixels.at(place))[:, :, 0] for place in range(len(jpegs))]
+        return [np.array(pixels.at(index))[:, :, 0] for index in range(len(jpegs))]
 
     return decode

@@ -1,8 +1,8 @@
 """Stage 2: render views of every image, and find their keypoints (`python -m pipeline.keypoints`).
 
-Fills --out/train and --out/val with keypoint stores (`pipeline.keypoints.store`). The stage
-`evaluate` uses the test images. This stage may be killed at any time: finished shards stay. Under
-torchrun the ranks share the shards.
+The stage fills --out/train and --out/val with keypoint stores (`pipeline.keypoints.store`). It may
+be killed at any time, and finished shards stay. Under torchrun the ranks share the shards. The test
+images are for the stage `evaluate`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from superglue_sift.environment import count_usable_cores
 from superglue_sift.files import check_writable, write_csv, write_json
 from superglue_sift.progress import Progress
 
-SPLITS = ("train", "val")  # the splits that training reads
+SPLITS = ("train", "val")  # The splits that training reads
 # Seconds without a new shard after which a rank counts as dead. A slow extractor takes minutes.
 SILENCE_SECONDS = 3600.0
 # If a larger fraction of the images is bad, the folder is wrong or the download is broken.
@@ -46,7 +46,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add("--workers", type=int, default=0, help="processes; 0 means one per core")
     options = parser.parse_args(argv)
     settings = params.load(options.params).keypoints
-    decoders.make_decoder(settings.decoder)  # a missing package is reported first
+    decoders.make_decoder(settings.decoder)  # A missing package is reported first
     # Plan the shards of each split, and check that all folders can be written.
     images = open_manifest(options.images)
     plans = {}
@@ -66,7 +66,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     ranks = read_environment_number("WORLD_SIZE", 1)
     started = time.monotonic()
     planned = [shard for split in SPLITS for shard in plans[split]]
-    count = _extract_missing_shards(
+    image_count = _extract_missing_shards(
         options.workers, planned[rank::ranks], images, settings, rank > 0
     )
     if rank:
@@ -74,74 +74,93 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     rows = {split: _wait_for_all_shards(plans[split]) for split in SPLITS}
     seconds = time.monotonic() - started
     # Report the images that could not be used, then write the stores' index and metrics.
-    bad = [item for split in SPLITS for row in rows[split] for item in row["bad"]]
+    bad_images = [
+        name_and_reason for split in SPLITS for row in rows[split] for name_and_reason in row["bad"]
+    ]
     total = sum(len(shard.entries) for shard in planned)
-    write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
-    _check_bad_images(bad, total, rows, options.reports)
+    write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad_images])
+    _check_bad_images(bad_images, total, rows, options.reports)
     for split in SPLITS:
         shards.write_index_and_delete_others(options.out / split, plans[split], images, settings)
-    metrics = _compute_metrics(options.out, bad)
+    metrics = _compute_metrics(options.out, bad_images)
     write_json(options.reports / "metrics.json", metrics)
-    rate = f"{count / seconds:.3g} images/s" if count else "nothing was missing"
+    rate = f"{image_count / seconds:.3g} images/s" if image_count else "nothing was missing"
     train, val = (metrics[split] for split in SPLITS)
     print(
         f"keypoints: {train['images']} training and {val['images']} validation images,"
         f" {train['views'] + val['views']} views, {train['keypoints_mean']:.0f} keypoints each on"
-        f" average, {len(bad)} bad images left out; {rate}; in {options.out}"
+        f" average, {len(bad_images)} bad images left out; {rate}; in {options.out}"
     )
     return 0
 
 
 def _extract_missing_shards(
-    workers: int, mine: Sequence[Shard], images: ImageSet, settings: KeypointsParams, quiet: bool
+    workers: int,
+    rank_shards: Sequence[Shard],
+    images: ImageSet,
+    settings: KeypointsParams,
+    quiet: bool,
 ) -> int:
-    """Write the missing shards of `mine`. Return the number of images processed.
+    """Write the shards that are missing. Return the number of images that were processed.
 
-    `workers` is the number of processes, or 0 for one per core.
+    Args:
+        workers: number of processes, or 0 for one per core.
+        rank_shards: the shards that this rank is to make.
+        images: the images that `fetch` listed.
+        settings: the section `keypoints`.
+        quiet: whether to show no line of progress.
 
     Raises:
         OSError: If the disk is full. Finished shards are kept.
     """
-    todo = shards.find_missing(mine)
-    entries = [entry for shard in todo for entry in shard.entries]
-    total = sum(len(shard.entries) for shard in mine)
+    missing_shards = shards.find_missing(rank_shards)
+    entries = [entry for shard in missing_shards for entry in shard.entries]
+    total = sum(len(shard.entries) for shard in rank_shards)
     # The ranks of this machine share its cores.
     cores = max(count_usable_cores() // read_environment_number("LOCAL_WORLD_SIZE", 1), 1)
     workers = max(min(workers or cores, len(entries)), 1)
-    shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
+    progress_options = {
+        "total": total,
+        "initial": total - len(entries),
+        "desc": "keypoints",
+        "unit": "image",
+    }
     # All shards share one stream of results, so no worker waits at the end of a shard.
     with contextlib.closing(
         shards.extract_in_processes(images, settings, entries, workers)
-    ) as found:
-        results = iter(Progress(found, disable=quiet, **shown))
-        for shard in todo:
+    ) as extracted:
+        results = iter(Progress(extracted, disable=quiet, **progress_options))
+        for shard in missing_shards:
             shards.write_shard_and_note(shard, islice(results, len(shard.entries)))
     return len(entries)
 
 
 def _wait_for_all_shards(planned: Sequence[Shard]) -> List[Row]:
-    """Return the rows of all shards. Wait for the other ranks, and say so.
+    """Wait until all shards are written, also by other ranks, and return their rows.
 
     Raises:
         WorkError: If no rank has written a shard for SILENCE_SECONDS.
     """
-    missing = 0
-    since = time.monotonic()
+    missing_count = 0
+    last_change = time.monotonic()
     while True:
-        # The notes of the shards say which are done, also those of other ranks.
+        # A shard is done when its note is there, whichever rank wrote it.
         rows = [shard.read_row() for shard in planned]
-        left = [shard.path for shard, row in zip(planned, rows) if not row]
-        if not left:
+        missing_paths = [shard.path for shard, row in zip(planned, rows) if not row]
+        if not missing_paths:
             return rows
-        if not missing:
-            print(f"{left[0].parent}: other ranks still work on {len(left)} shards", flush=True)
+        if not missing_count:
+            print(
+                f"{missing_paths[0].parent}: other ranks still work on {len(missing_paths)} shards",
+                flush=True,
+            )
         # Each new shard starts the clock again.
-        if len(left) != missing:
-            missing = len(left)
-            since = time.monotonic()
-        if time.monotonic() - since > SILENCE_SECONDS:
+        if len(missing_paths) != missing_count:
+            missing_count = len(missing_paths)
+            last_change = time.monotonic()
+        if time.monotonic() - last_change > SILENCE_SECONDS:
             raise WorkError(
-                f"{left[0]}: no rank has written it, nor any other shard for"
+                f"{missing_paths[0]}: no rank has written it, nor any other shard for"
                 f" {SILENCE_SECONDS:.0f} s; a rank died, or writes into another folder. Finished"
                 " shards are kept: run again"
             )
@@ -149,27 +168,30 @@ def _wait_for_all_shards(planned: Sequence[Shard]) -> List[Row]:
 
 
 def _check_bad_images(
-    bad: Sequence[Any], total: int, rows: Dict[str, List[Row]], reports: Path
+    bad_images: Sequence[Any], total: int, rows: Dict[str, List[Row]], reports: Path
 ) -> None:
     """Raise WorkError if too many images are bad, or if a split has no image left."""
-    listed = f"see {reports / 'bad_images.csv'}"
-    if len(bad) > MAX_BAD_FRACTION * total:
+    where_listed = f"see {reports / 'bad_images.csv'}"
+    if len(bad_images) > MAX_BAD_FRACTION * total:
         raise WorkError(
-            f"{len(bad)} of {total} images are bad, more than a fraction of {MAX_BAD_FRACTION},"
-            f" such as {': '.join(bad[0])}; fix or remove them, {listed}"
+            f"{len(bad_images)} of {total} images are bad, more than a fraction of"
+            f" {MAX_BAD_FRACTION}, such as {': '.join(bad_images[0])}; fix or remove them,"
+            f" {where_listed}"
         )
     for split in SPLITS:
         if not any(row["images"] for row in rows[split]):
-            raise WorkError(f"no {split} image is left after leaving out the bad ones; {listed}")
+            raise WorkError(
+                f"no {split} image is left after leaving out the bad ones; {where_listed}"
+            )
 
 
-def _compute_metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
-    """Return the metrics of the stores, which are the same in every run.
+def _compute_metrics(out: Path, bad_images: Sequence[Any]) -> Dict[str, Any]:
+    """Return the metrics of the stores in `out`, which are the same in every run.
 
-    Print a line if there are images of which no view has a keypoint.
+    If there are images of which no view has a keypoint, print a line.
     """
     metrics: Dict[str, Any] = {}
-    empty: List[str] = []
+    empty_images: List[str] = []
     for split in SPLITS:
         store = KeypointStore(out / split, verify="none")
         metrics[split] = {
@@ -179,13 +201,12 @@ def _compute_metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
             "keypoints_median": float(np.median(store.counts)),
             "views_without_keypoints": int((store.counts == 0).sum()),
         }
-        # Counts are (images, views).
-        empty += [store.images[image] for image in np.flatnonzero(~store.counts.any(axis=1))]
-    metrics["bad_images"] = len(bad)
-    if empty:
+        empty_images += [store.images[image] for image in np.flatnonzero(~store.counts.any(axis=1))]
+    metrics["bad_images"] = len(bad_images)
+    if empty_images:
         print(
-            f"keypoints: {len(empty)} images have no keypoint, such as {empty[0]}: they are flat,"
-            " transparent, or have few gray levels"
+            f"keypoints: {len(empty_images)} images have no keypoint, such as {empty_images[0]}:"
+            " they are flat, transparent, or have few gray levels"
         )
     return metrics
 

@@ -1,11 +1,11 @@
-"""The keypoint store, which is written once, verified, and mapped into memory.
+"""Write and read a store of keypoints, whose files are verified and mapped into memory.
 
-It is a folder with `store.json` and shards `shard-00000.safetensors`. Each shard holds consecutive
-images:
+A store is a folder with `store.json` and shards `shard-00000.safetensors`. Each shard holds
+consecutive images:
 
     records      uint8   (keypoints, R)       packed records of R bytes (280 for SIFT), view after
                                               view
-    offsets      int64   (images * views + 1) index of each view's first record, and the end
+    offsets      int64   (images * views + 1) index of the first record of each view, and the end
     homographies float64 (images, views, 3, 3) image pixels to view pixels
     sizes        int32   (images, 2)          width, height of the image
     view_sizes   int32   (images, views, 2)   width, height of the view
@@ -50,39 +50,57 @@ EVERYWHERE = np.array([[0.0, 0.0, 0.5], [0.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
 
 
 class ImageViews(NamedTuple):
-    """All views of one image."""
+    """All views of one image.
+
+    Attributes:
+        name: name of the image.
+        size: width and height of the image in px.
+        homographies: (views, 3, 3) float64, from the image to each view.
+        records: (n,) keypoint records of each view.
+        view_sizes: (views, 2) int, width and height of each view in px.
+    """
 
     name: str
-    size: Tuple[int, int]  # Width, height of the image
-    homographies: np.ndarray  # (views, 3, 3) float64, image to view
-    records: List[np.ndarray]  # (n,) keypoint records of each view
-    view_sizes: np.ndarray  # (views, 2) int, width, height of each view
+    size: Tuple[int, int]
+    homographies: np.ndarray
+    records: List[np.ndarray]
+    view_sizes: np.ndarray
 
 
 class View(NamedTuple):
-    """One view, as it is stored or after augmentation."""
+    """One view, as it is stored or after augmentation.
 
-    records: np.ndarray  # (n,) of the store's dtype, read-only, in mapped memory
-    H_image_to_view: np.ndarray  # (3, 3) float64
-    size: Tuple[int, int]  # Width, height of the view
-    # (3, 3) float64, maps pixels of the image to the unit square: see `PairBatch.cells`
+    Attributes:
+        records: (n,) of the store's dtype. Those of a stored view are read-only, in mapped memory.
+        H_image_to_view: (3, 3) float64.
+        size: width and height of the view in px.
+        cell: (3, 3) float64, maps pixels of the view to the unit square (`PairBatch.cells`).
+    """
+
+    records: np.ndarray
+    H_image_to_view: np.ndarray
+    size: Tuple[int, int]
     cell: np.ndarray = EVERYWHERE
 
 
 def name_shard(index: int) -> str:
+    """Return the file name of the shard with this index."""
     return f"shard-{index:05d}.safetensors"
 
 
 def write_shard(path: Path, images: Sequence[ImageViews]) -> Row:
-    """Write the images of one shard atomically (temporary file, fsync, rename).
+    """Write one shard atomically (temporary file, fsync, rename).
+
+    Args:
+        path: the file of the shard.
+        images: the images of the shard, all with the same number of views.
 
     Returns:
-        Its row in store.json, with the keys file, images (their names), keypoints, bytes and
-        sha256. Equal images give equal bytes.
+        The row of the shard in store.json, with the keys file, images (their names), keypoints,
+        bytes and sha256. Equal images give equal bytes.
 
     Raises:
-        OSError: For example if the disk is full, without leaving a partial shard under the final
-            name.
+        OSError: For example if the disk is full. No partial shard is left under the final name.
     """
     records = [records for image in images for records in image.records]
     # (keypoints,) records become (keypoints, R) bytes, because safetensors has no records
@@ -114,16 +132,19 @@ def write_shard(path: Path, images: Sequence[ImageViews]) -> Row:
 def make_index(
     shards: Sequence[Row], views: int, extractor: Extractor = extractors.SIFT
 ) -> Dict[str, Any]:
-    """Return the content of store.json for these rows of `write_shard`.
+    """Return the content of store.json, which names the extractor unless that is SIFT.
 
-    It names the extractor unless that is SIFT.
+    Args:
+        shards: the row of each shard (`write_shard`).
+        views: number of views of each image.
+        extractor: what found the keypoints.
     """
     dtype = extractor.dtype
-    others = {"extractor": extractor.name, "scale_angle": extractor.scale_angle}
+    extractor_fields = {"extractor": extractor.name, "scale_angle": extractor.scale_angle}
     return {
         "format": FORMAT,
         "version": VERSION,
-        **(others if extractor is not extractors.SIFT else {}),
+        **(extractor_fields if extractor is not extractors.SIFT else {}),
         "views_per_image": views,
         "record": [
             [name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()
@@ -140,7 +161,7 @@ def _hash_names_and_shards(shards: Sequence[Row]) -> str:
 
 
 class KeypointStore:
-    """Read access to one split. Opening the store maps the shards; data is read on access.
+    """The keypoints of one split, which are mapped into memory and read when they are needed.
 
     Attributes:
         images: names of the images.
@@ -156,27 +177,33 @@ class KeypointStore:
     """
 
     def __init__(self, path: Union[str, Path], verify: str = "sample") -> None:
-        """Open the store in a folder. `verify` is "none", "sample" (hash a few shards) or "all".
+        """Open the store in a folder.
+
+        Args:
+            path: the folder.
+            verify: which shards to hash: "none", "sample" (a few) or "all".
 
         Raises:
-            RequestError: Which names the file, if the store is missing, damaged, newer than this
-                program, or another kind of file.
+            RequestError: If the store is missing, damaged, of another version of this program, or
+                of another program. The error names the file.
         """
         self.path = Path(path)
-        about = read_index(self.path)
-        self.views_per_image: int = about["views_per_image"]
-        self.digest: str = about["digest"]
-        self.extractor: str = about.get("extractor", extractors.SIFT.name)
-        self.scale_angle: bool = about.get("scale_angle", True)
+        content = read_index(self.path)
+        self.views_per_image: int = content["views_per_image"]
+        self.digest: str = content["digest"]
+        self.extractor: str = content.get("extractor", extractors.SIFT.name)
+        self.scale_angle: bool = content.get("scale_angle", True)
         self.min_scale = MIN_SCALE if self.extractor == extractors.SIFT.name else 0.0
-        self.dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in about["record"]])
-        # Every shard must exist and have its size. Some of the shards, or all, are hashed.
-        step = 1 if verify == "all" else max(len(about["shards"]) // SAMPLED_SHARDS, 1)
-        for position, shard in enumerate(about["shards"]):
+        self.dtype = np.dtype(
+            [(name, kind, tuple(shape)) for name, kind, shape in content["record"]]
+        )
+        # Every shard must exist and have its size. Shards at multiples of `step` are hashed.
+        step = 1 if verify == "all" else max(len(content["shards"]) // SAMPLED_SHARDS, 1)
+        for position, shard in enumerate(content["shards"]):
             check_shard(
                 self.path / shard["file"], shard, hashed=verify != "none" and position % step == 0
             )
-        shards = [shard for shard in about["shards"] if shard["images"]]
+        shards = [shard for shard in content["shards"] if shard["images"]]
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
         self.photographs: List[str] = [
             name
@@ -201,12 +228,20 @@ class KeypointStore:
         return len(self.images)
 
     def read_view(self, image: int, view: int) -> View:
-        """Return view `view` of image `image`. Raises IndexError outside the store."""
+        """Read one view from the mapped memory.
+
+        Args:
+            image: index of the image.
+            view: index of the view among the views of the image.
+
+        Raises:
+            IndexError: If there is no such image or view.
+        """
         if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
             raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
         tensors, row = self._rows[image]
-        at = row * self.views_per_image + view
-        begin, end = tensors["offsets"][at : at + 2]
+        position = row * self.views_per_image + view
+        begin, end = tensors["offsets"][position : position + 2]
         # (n, R) bytes become (n,) records, without a copy
         records = tensors["records"][begin:end].reshape(-1).view(self.dtype)
         width, height = tensors["view_sizes"][row, view].tolist()
@@ -214,7 +249,16 @@ class KeypointStore:
 
 
 def check_shard(path: Path, shard: Row, hashed: bool = True) -> None:
-    """Check a file by its row. Raises RequestError, which names the file."""
+    """Check the file of a shard.
+
+    Args:
+        path: the file.
+        shard: its row in store.json.
+        hashed: whether to compare its SHA-256, and not only its size.
+
+    Raises:
+        RequestError: If the file is missing or damaged.
+    """
     # Compare the size first, because a hash reads the whole file.
     size = path.stat().st_size if path.is_file() else 0
     if size != shard["bytes"] or (hashed and compute_file_sha256(path) != shard["sha256"]):
@@ -225,7 +269,11 @@ def check_shard(path: Path, shard: Row, hashed: bool = True) -> None:
 
 
 def read_index(folder: Path) -> Dict[str, Any]:
-    """Read store.json. Raises RequestError if it is missing, damaged or of another version."""
+    """Read store.json of a folder.
+
+    Raises:
+        RequestError: If it is missing, damaged or of another version.
+    """
     path = folder / INDEX
     content = read_json(path, "no keypoint store here; run `dvc repro keypoints` first")
     title = "of another program"
@@ -239,7 +287,9 @@ def read_index(folder: Path) -> Dict[str, Any]:
 
 
 def map_shard(path: Path) -> Dict[str, np.ndarray]:
-    """Map the tensors of a safetensors file as read-only arrays. The library would copy them.
+    """Map the tensors of a safetensors file as read-only arrays.
+
+    The safetensors library would copy them.
 
     Raises:
         RequestError: If the file cannot be read.

@@ -2,15 +2,16 @@
 
 All functions are pure functions of pixels, name and parameters.
 
-A view is cut from a quadrilateral. The quadrilateral is built around the origin (perspective,
-scale, rotation), shrunk until its bounding box fits into the image, and moved to a random place
-inside, so that no pixel is missing. Folded quadrilaterals are rejected. So is too much up-scaling:
-magnified pixels contain no finer detail, and SIFT finds fewer, coarser keypoints there. The idea is
-SuperPoint's homographic adaptation (DeTone et al. 2018) and SuperGlue's appendix E.
+A view shows what lies in a quadrilateral of the image. The quadrilateral is made around the origin
+(perspective, rotation, scale) and moved to a random position where its bounding box lies inside the
+image, so no pixel is missing. Folded quadrilaterals are rejected. Quadrilaterals that are magnified
+too much are rejected, too: magnified pixels contain no finer detail, and SIFT finds fewer, coarser
+keypoints there. The idea is SuperPoint's homographic adaptation (DeTone et al. 2018) and
+SuperGlue's appendix E.
 
 Distortions follow the order of a camera: light, lens, sensor, file. They take about 1 ms for a view
-of 512x384, since all changes of gray levels share one look-up and the noise is cut from a tile that
-is drawn once.
+of 512x384, since all changes of gray levels share one look-up table and the noise is cut from a
+tile that is drawn once.
 """
 
 from __future__ import annotations
@@ -43,29 +44,31 @@ from superglue_sift.geometry.two_view import (
 # this number does not.
 VERSION = 2
 
-MILD_SCALE_MIN = 0.9  # View 0 is at least this fraction of the largest crop
+MILD_SCALE_MIN = 0.9  # Smallest view 0, as a fraction of the largest crop
 _TRIES = 20  # Number of random views that may be rejected before a mild view is taken
 SHRINK_BELOW = 0.7  # View pixels per image pixel; above it bilinear sampling hardly aliases
 JPEG_QUALITY = (40, 95)  # The range from which the quality of a JPEG is drawn
 TILE = 1024  # Side of the noise tile in px
-_MIN_BLUR = 0.2  # px; a weaker blur is invisible and is skipped
+_MIN_BLUR = 0.2  # Standard deviation in px. A weaker blur is invisible and is skipped
 
 
 def make_image_views(
     gray: np.ndarray, name: str, settings: KeypointsParams, mask: Optional[np.ndarray] = None
 ) -> ImageViews:
-    """Render the views of an image and find their keypoints, as the section `keypoints` asks.
+    """Render the views of an image and find their keypoints.
 
     View 0 is a mild crop without photometric distortion. The other views are random homographies
-    with distortion. Views with few or no keypoints are kept for training. The seed, `name` and the
-    index of the view determine every draw.
+    with distortion. Views with few or no keypoints stay for training. The seed, the name of the
+    image and the index of the view determine every draw.
 
     Args:
         gray: (H, W) uint8.
+        name: name of the image.
+        settings: the section `keypoints` of the parameters.
         mask: (H, W) uint8. No keypoint lies where it is 0.
 
     Raises:
-        BadImage: the image cannot be used; the exception gives the reason.
+        BadImage: If the image cannot be used. The exception gives the reason.
     """
     size = (gray.shape[1], gray.shape[0])
     require_size(name, size, (settings.width, settings.height))
@@ -88,8 +91,8 @@ def make_image_views(
             view = distort(render(gray, H, view_size), rng, settings.views.photometric)
         view_sizes.append(view_size)
         homographies.append(H)
-        shown = None if mask is None else render(mask, H, view_size, cv2.INTER_NEAREST)
-        records.append(extractor(view, settings.max_keypoints, shown))
+        view_mask = None if mask is None else render(mask, H, view_size, cv2.INTER_NEAREST)
+        records.append(extractor(view, settings.max_keypoints, view_mask))
     return ImageViews(name, size, np.array(homographies), records, np.array(view_sizes))
 
 
@@ -97,9 +100,14 @@ def make_image_views(
 
 
 def make_generator(seed: int, name: str, index: int) -> np.random.Generator:
-    """Return the generator of view `index` of the image `name`.
+    """Return the generator of random numbers of one view.
 
-    It does not depend on other images, on the workers or on their order.
+    Its numbers do not depend on other images, on the workers or on their order.
+
+    Args:
+        seed: the key `keypoints.seed`.
+        name: name of the image.
+        index: index of the view.
     """
     digest = hashlib.sha256(f"{seed}\n{index}\n{name}".encode("utf-8", "surrogateescape")).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
@@ -118,13 +126,15 @@ def sample_view(
     magnified more than `limits.max_upscale` times.
 
     Args:
-        rng: consumed in a fixed order; see `make_generator`.
-        image_size, view_size: (width, height) px. The view must fit into the image
+        rng: the generator of this view (`make_generator`). The order of its draws is fixed.
+        image_size: width and height of the image in px.
+        view_size: width and height of the view in px. The view must fit into the image
             (`fetch.dataset.require_size`).
+        limits: the section `keypoints.views.homography`.
         difficulty: from 0 (the largest upright crop, centred) to 1 (the limits in full).
     """
     for attempt in range(_TRIES):
-        strength = difficulty * (1.0 - attempt / _TRIES)  # It is weaker after each rejection
+        strength = difficulty * (1.0 - attempt / _TRIES)  # Weaker after each rejection
         H = _try_to_sample_view(rng, image_size, view_size, limits, strength)
         if H is not None:
             return H
@@ -132,9 +142,15 @@ def sample_view(
 
 
 def sample_mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np.ndarray:
-    """Sample view 0, an upright crop of 90 to 100 % of the largest that fits.
+    """Sample an upright crop of 90 to 100 % of the largest that fits, as for view 0.
 
-    The arguments and the result are as in `sample_view`.
+    Args:
+        rng: the generator of this view.
+        image_size: width and height of the image in px.
+        view_size: width and height of the view in px.
+
+    Returns:
+        H_image_to_view, (3, 3) float64.
     """
     largest = compute_largest_crop_scale(image_size, view_size)
     scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
@@ -145,6 +161,10 @@ def compute_largest_crop_scale(image_size: Size, view_size: Size) -> float:
     """Return the image pixels per view pixel of the largest upright crop.
 
     Sizes are measured between the centres of the corner pixels.
+
+    Args:
+        image_size: width and height of the image in px.
+        view_size: width and height of the view in px.
     """
     return min((image - 1) / (view - 1) for image, view in zip(image_size, view_size))
 
@@ -170,7 +190,8 @@ def _try_to_sample_view(
     if not _is_convex(quad):
         return None
     largest = compute_largest_crop_scale(image_size, view_size)
-    # Bound the scale: the quadrilateral fits into the image, and is not magnified too much.
+    # At `max_scale` the quadrilateral still fits into the image. At `min_scale` it is magnified as
+    # much as the limits allow.
     max_scale = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
     min_scale = (
         compute_magnification(through_four_points(quad, corners(view_size)), view_size).max()
@@ -181,22 +202,22 @@ def _try_to_sample_view(
     min_scale = min(
         max(largest * (1.0 - strength * (1.0 - limits.scale_min)), min_scale), max_scale
     )
-    # Draw a log-uniform scale within the bounds, and a random place.
+    # Draw a log-uniform scale within the bounds, and a random position.
     quad *= math.exp(rng.uniform(math.log(min_scale), math.log(max_scale)))
     return _move_into_image(rng, quad, image_size, view_size, strength)
 
 
 def _map_linearly(points: np.ndarray, A: np.ndarray) -> np.ndarray:
-    """Map points (N, 2) by a linear map (2, 2), with the same bits on every processor."""
+    """Map points (N, 2) by a matrix A (2, 2), with the same bits on every processor."""
     return points[:, :1] * A[:, 0] + points[:, 1:] * A[:, 1]
 
 
 def _draw_foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
     """Draw the stretch (2, 2) of a camera tilted by up to `tilt` radians in a random direction.
 
-    The stretch is log-uniform between 1 and 1 / cos(tilt). With uniform angles, few pairs would be
-    stretched by 2 and more, as photographs of a wall from its side are (Morel and Yu 2009, "ASIFT",
-    section 2.2: transition tilts).
+    The stretch is log-uniform between 1 and 1 / cos(tilt). With uniform angles few pairs would be
+    stretched by 2 and more, but photographs of a wall from its side are (Morel and Yu 2009,
+    "ASIFT", section 2.2: transition tilts).
     """
     direction = rng.uniform(0.0, math.pi)
     axis = np.array([math.cos(direction), math.sin(direction)])
@@ -210,18 +231,20 @@ def _move_into_image(
     view_size: Size,
     strength: float = 1.0,
 ) -> np.ndarray:
-    """Move the quadrilateral (4, 2) to a random place inside the image. Return its homography.
+    """Move a quadrilateral to a random position inside the image, and return its H_image_to_view.
 
-    `strength` is from 0 (the centre) to 1 (anywhere).
+    Args:
+        quad: (4, 2), the corners of the view, anywhere.
+        strength: from 0 (the centre of the image) to 1 (anywhere in the image).
     """
     low = quad.min(0)
     high = quad.max(0)
     last = np.array(image_size) - 1.0
-    # Room that the bounding box leaves in the image, (2,) px
+    # (2,) px, by how much the bounding box may move
     margin = np.maximum(last - (high - low), 0.0)
     position = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
-    inside = np.clip(quad - low + margin * position, 0.0, last)
-    return through_four_points(inside, corners(view_size))
+    moved = np.clip(quad - low + margin * position, 0.0, last)
+    return through_four_points(moved, corners(view_size))
 
 
 def _is_convex(quad: np.ndarray) -> bool:
@@ -238,6 +261,10 @@ def compute_magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
 
     They are measured at the corners of the view, because the local scale of a homography has its
     extremes over a convex quadrilateral at the corners.
+
+    Args:
+        H: (3, 3), from the image to the view.
+        view_size: width and height of the view in px.
     """
     J = jacobians(H, transform(corners(view_size), inverse(H)))
     # (4, 2, 2): the larger singular value of each 2x2 matrix, in closed form
@@ -255,18 +282,19 @@ def render(
     view_size: Size,
     sampling: int = cv2.INTER_LINEAR,
 ) -> np.ndarray:
-    """Render the view of an image, uint8 of `view_size` (width, height) px.
+    """Render the view of an image, uint8.
 
     Args:
-        image: (H, W) or (H, W, 3) uint8. Where the view is much smaller, areas are averaged first,
-            to avoid aliasing.
+        image: (H, W) or (H, W, 3) uint8. If the view is much smaller, areas are averaged first, to
+            avoid aliasing.
         H_image_to_view: (3, 3) float64, pixel centres at integers.
+        view_size: width and height of the view in px.
         sampling: OpenCV's flag, which is bilinear by default. A mask needs the nearest pixel, so
             that its edges stay sharp.
     """
     scale = _compute_scale(H_image_to_view, view_size)
     H = H_image_to_view
-    # A much smaller view averages areas first, and its homography is from the smaller image.
+    # Reduce the image first, so that its areas are averaged. H is then from the reduced image.
     if scale < SHRINK_BELOW:
         height, width = image.shape[:2]
         small = (max(round(width * scale), 1), max(round(height * scale), 1))
@@ -278,11 +306,8 @@ def render(
 
 
 def _compute_scale(H: np.ndarray, view_size: Size) -> float:
-    """Return view pixels per image pixel over the whole view.
-
-    It is the square root of the ratio of areas.
-    """
-    # Find the corners of the view in the image, and the area of that quadrilateral.
+    """Return the view pixels per image pixel, the square root of the ratio of areas."""
+    # The area in the image follows from the corners of the view by the shoelace formula.
     x, y = transform(corners(view_size), inverse(H)).T
     area = 0.5 * abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
     return float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
@@ -293,30 +318,36 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
 
     The number of draws from `rng` does not depend on the limits, so if one distortion is switched
     off, the others stay the same.
+
+    Args:
+        view: (H, W) uint8.
+        rng: the generator of this view.
+        limits: the section `keypoints.views.photometric`.
     """
     brightness, contrast, gamma = rng.uniform(-1.0, 1.0, 3)
     blur, noise, jpeg, quality, x, y = rng.uniform(0.0, 1.0, 6)
-    out = cv2.LUT(
+    distorted = cv2.LUT(
         view,
         _make_gray_table(
             brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma
         ),
     )
-    # Light has changed; lens, sensor and file follow.
+    # The table has changed the light. Lens, sensor and file follow.
     if blur * limits.blur > _MIN_BLUR:
-        out = cv2.GaussianBlur(out, (0, 0), blur * limits.blur)
+        distorted = cv2.GaussianBlur(distorted, (0, 0), blur * limits.blur)
     if limits.noise > 0.0:
-        out = _add_noise(out, 255.0 * noise * limits.noise, x, y)
+        distorted = _add_noise(distorted, 255.0 * noise * limits.noise, x, y)
     if jpeg < limits.jpeg:
-        level = round(JPEG_QUALITY[0] + quality * (JPEG_QUALITY[1] - JPEG_QUALITY[0]))
-        out = compress_as_jpeg(out, level)
-    return out
+        jpeg_quality = round(JPEG_QUALITY[0] + quality * (JPEG_QUALITY[1] - JPEG_QUALITY[0]))
+        distorted = compress_as_jpeg(distorted, jpeg_quality)
+    return distorted
 
 
 def _make_gray_table(brightness: float, contrast: float, gamma: float) -> np.ndarray:
-    """Return a table of gray levels, (256,) uint8.
+    """Return a table that maps gray levels to gray levels, (256,) uint8.
 
-    Contrast is around the middle gray. Gamma is symmetric: 1.25 and 1 / 1.25 are equally likely.
+    Contrast is around the middle gray. Gamma is symmetric: the exponents 1.25 and 1 / 1.25 are
+    equally likely.
     """
     level = np.linspace(0.0, 1.0, 256)
     exponent = 1.0 + gamma if gamma >= 0 else 1.0 / (1.0 - gamma)
@@ -335,20 +366,20 @@ def _make_noise_tile() -> np.ndarray:
 
 
 def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.ndarray:
-    """Add noise of this standard deviation (gray levels), cut from the tile at (x, y) from 0 to 1.
+    """Add noise of a standard deviation (gray levels), cut from the tile at (x, y) from 0 to 1.
 
-    The tile is repeated where the view is larger.
+    Where the view is larger than the tile, the tile is repeated.
     """
     height, width = view.shape
     rows = (int(y * TILE) + np.arange(height)) % TILE
     columns = (int(x * TILE) + np.arange(width)) % TILE
     noise = np.ascontiguousarray(_make_noise_tile()[rows][:, columns])
-    # The noise has the deviation 16 in the tile.
+    # In the tile, the noise has the deviation 16.
     noisy = cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0)
     return noisy.clip(0, 255).astype(np.uint8)
 
 
 def compress_as_jpeg(view: np.ndarray, quality: int) -> np.ndarray:
-    """Compress a view as JPEG at `quality` (1 to 100) and decode it again."""
+    """Return a view (H, W) uint8 after compression as JPEG at `quality` (1 to 100)."""
     _, data = cv2.imencode(".jpg", view, [cv2.IMWRITE_JPEG_QUALITY, quality])
     return cv2.imdecode(data, cv2.IMREAD_GRAYSCALE)

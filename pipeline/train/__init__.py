@@ -1,4 +1,4 @@
-"""Stage 3: train. Read `trainer` first, from top to bottom: data, step, training, validate, save.
+"""Stage 3: train. Read `trainer` first, from top to bottom.
 
 `build` makes the network and what trains it. `data` makes the batches, and `augmentation` changes
 their pairs. `loss` has the loss of a batch and the metrics of a validation. `optimizer` has the

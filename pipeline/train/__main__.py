@@ -17,7 +17,7 @@ import sys
 from pipeline import params
 from superglue_sift import environment
 
-if __name__ == "__main__":  # this must come before torch is loaded
+if __name__ == "__main__":  # This must come before torch is loaded
     environment.wait_passively()
     if params.is_portable(sys.argv[1:]):
         environment.prepare_network()
@@ -34,16 +34,18 @@ from superglue_sift.files import check_writable
 
 
 def parse_request(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Params]:
-    """Parse the command line and read params.yaml."""
+    """Parse the command line and read params.yaml.
+
+    Raises:
+        RequestError: If params.yaml or the environment is wrong.
+    """
     parser = errors.make_parser("pipeline.train", __doc__)
     parser.allow_abbrev = False
-    # Options for where it reads and writes
     add = parser.add_argument
     add("--keypoints", type=Path, default=Path("data/keypoints"), help="of the stage keypoints")
     add("--out", type=Path, default=Path("checkpoints"), help="folder of the checkpoints")
     add("--reports", type=Path, default=Path("reports/train"), help="folder of metrics and curves")
     add("--params", type=Path, default=Path("params.yaml"))
-    # Options for where it starts
     fresh = "begin again, in a new folder, although there is a training with these parameters"
     add("--fresh", action="store_true", help=f"{fresh} and data")
     longer = "begin from the newest checkpoint of this training, whose schedule may differ"
@@ -51,11 +53,10 @@ def parse_request(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, pa
     add("--verify", action="store_true", help="check every shard of the keypoints, not a sample")
     only = "print metrics of the best model (or train.init_from); no training"
     add("--validate-only", action="store_true", help=only)
-    # The parameters are read once, here.
     args = parser.parse_args(argv)
     params.check_environment()
     sections = params.load(args.params)
-    # --validate-only without initial weights validates the best model.
+    # Option --validate-only without initial weights validates the best model.
     if args.validate_only and not sections.train.init_from:
         best = str(args.out / checkpoint.BEST)
         train = sections.train.model_copy(update={"init_from": best})
@@ -65,6 +66,10 @@ def parse_request(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, pa
 
 def check_request(argv: Optional[Sequence[str]], world_size: int) -> None:
     """Check the request before any process starts.
+
+    Args:
+        argv: the command line.
+        world_size: number of processes.
 
     Raises:
         RequestError: If the stores, a checkpoint or a model file do not fit the request, or if a

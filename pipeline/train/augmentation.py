@@ -1,8 +1,8 @@
-"""Change the keypoints of a pair at random, as the seed of its sample determines.
+"""Change the keypoints of a pair at random. The seed of its sample determines the changes.
 
-The changes are cheap, since they change keypoints and not pixels. A rotation is exact up to the
-pixel grid, since SIFT's descriptor rotates with the image. A smaller view is an approximation,
-since SIFT samples other scales there.
+The changes are fast, because they change keypoints and not pixels. A rotation is exact up to the
+pixel grid, because SIFT's descriptor rotates with the image. A smaller view is an approximation,
+because SIFT samples other scales there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from superglue_sift.features.sift import rank_keypoints
 from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
-# A function that draws another view of the store. It returns None if it draws an image of the pair.
+# A function that draws a view of the store, or returns None if it has drawn an image of the pair
 DrawOtherView = Callable[[np.random.Generator], Optional[View]]
 
 NO_AUGMENTATION = -1  # The seed of a pair that is shown as it is stored
@@ -40,7 +40,7 @@ _SCORE = 4
 
 
 class Augmentation(NamedTuple):
-    """Amounts of the changes. The defaults change nothing.
+    """How much the keypoints of pairs are changed. By default they are not.
 
     Attributes:
         keypoint_drop: largest fraction of a view's keypoints to leave out.
@@ -64,26 +64,33 @@ class Augmentation(NamedTuple):
 
     @classmethod
     def from_parameters(cls, train: TrainParams) -> Augmentation:
-        """Return the changes that the section `train` of the parameters asks for, by their keys."""
+        """Return the changes that the section `train` of the parameters asks for."""
         return cls(**train.model_dump(include=set(cls._fields)))
 
     def choose_second_image(self, image: int, images: int, seed: int) -> int:
-        """Return the image of the second view.
+        """Return the image of the second view, which is another one in a negative pair.
 
-        It is `image` itself. In a negative pair it is another of the `images` images.
+        Args:
+            image: index of the image of the first view.
+            images: number of images.
+            seed: the seed of the sample of the pair.
         """
         if images < 2 or self.negatives == 0:
             return image
         if np.random.default_rng((seed, _NEGATIVE)).random() >= self.negatives:
             return image
-        further = int(np.random.default_rng((seed, _NEGATIVE, 1)).integers(1, images))
-        return (image + further) % images
+        offset = int(np.random.default_rng((seed, _NEGATIVE, 1)).integers(1, images))
+        return (image + offset) % images
 
     def classify_pair(self, image: int, images: int, seed: int) -> str:
-        """Return the kind of a pair of this image in a set of `images` images.
+        """Return the kind of a pair: "stored", "negative", "zoomed" or "changed".
 
-        The kind is "stored" for a pair that is not augmented, and otherwise "negative", "zoomed",
-        or "changed" for any other augmented pair.
+        A "stored" pair is not augmented. A "changed" pair is augmented, but is no other kind.
+
+        Args:
+            image: index of the image of the first view.
+            images: number of images.
+            seed: the seed of the sample of the pair.
         """
         if seed == NO_AUGMENTATION:
             return "stored"
@@ -92,48 +99,60 @@ class Augmentation(NamedTuple):
         return "zoomed" if _draw_zoom(self.zoom, self.zoom_far, seed)[1] > 1.0 else "changed"
 
     def draw_counts(self, limit: int, *seed: int) -> Tuple[int, int]:
-        """Draw the numbers of keypoints that the two views keep, at most `limit` each."""
+        """Draw the numbers of keypoints that the two views keep.
+
+        Args:
+            limit: largest number.
+            seed: the numbers that determine the draw.
+        """
         if not 0 < self.min_keypoints < limit:
             return limit, limit
         low = math.log(self.min_keypoints)
         high = math.log(limit + 1)
-        random = np.random.default_rng((*seed, _COUNTS))
+        rng = np.random.default_rng((*seed, _COUNTS))
         # The draw is log-uniform: as often between 100 and 200 as between 1,000 and 2,000.
-        n0, n1 = np.exp(random.uniform(low, high, 2)).astype(int)
+        n0, n1 = np.exp(rng.uniform(low, high, 2)).astype(int)
         return int(n0), int(n1)
 
     def apply(
-        self, view: View, seed: int, which: int, others: DrawOtherView, min_scale: float, limit: int
+        self,
+        view: View,
+        seed: int,
+        view_index: int,
+        draw_other_view: DrawOtherView,
+        min_scale: float,
+        limit: int,
     ) -> View:
         """Return the changed view 0 or 1 of a pair.
 
         Args:
-            seed: the seed of the pair's sample.
-            which: 0 or 1, the view of the pair.
-            others: draws the views that surround a shrunk one.
+            view: the view as it is stored.
+            seed: the seed of the sample of the pair.
+            view_index: 0 or 1, the position of the view in the pair.
+            draw_other_view: draws the views that surround a shrunk one.
             min_scale: smallest scale (px) at which keypoints are detected. If 0, it is the smallest
                 scale of the view.
-            limit: number of keypoints to keep.
+            limit: largest number of keypoints to keep.
         """
-        # The generator is created only if it is needed, because that is slow.
+        # A generator is created only if it is needed, because this is slow.
         if self.keypoint_drop > 0 or self.rotation_deg > 0:
-            random = np.random.default_rng((seed, _VIEW, which))
+            rng = np.random.default_rng((seed, _VIEW, view_index))
         # The fraction itself is random, from 0 to keypoint_drop.
         if self.keypoint_drop > 0:
-            is_kept = random.random(len(view.records)) >= self.keypoint_drop * random.random()
-            view = view._replace(records=_select_records(view.records, is_kept))
-        zoomed, factor = _draw_zoom(self.zoom, self.zoom_far, seed) if self.zoom else (0, 1.0)
-        if factor > 1.0 and which == zoomed:
+            keep = rng.random(len(view.records)) >= self.keypoint_drop * rng.random()
+            view = view._replace(records=_select_records(view.records, keep))
+        zoomed_index, factor = _draw_zoom(self.zoom, self.zoom_far, seed) if self.zoom else (0, 1.0)
+        if factor > 1.0 and view_index == zoomed_index:
             # The zoom draws from its own stream, so the rotation is the same with and without zoom.
-            stream = np.random.default_rng((seed, _ZOOM, which))
-            view = make_mosaic(view, factor, min_scale, others, stream)
+            zoom_rng = np.random.default_rng((seed, _ZOOM, view_index))
+            view = make_mosaic(view, factor, min_scale, draw_other_view, zoom_rng)
         # The limit comes before the rotation, which keeps the order of the keypoints.
         view = view._replace(records=view.records[:limit])
         if self.score_drop and self.score_drop > np.random.default_rng((seed, _SCORE)).random():
             view = view._replace(records=_copy_records(view.records))
             view.records["score"] = TYPICAL_SCORE
         if self.rotation_deg > 0:
-            view = _rotate_view(view, random.uniform(-self.rotation_deg, self.rotation_deg))
+            view = _rotate_view(view, rng.uniform(-self.rotation_deg, self.rotation_deg))
         return view
 
 
@@ -141,23 +160,23 @@ NO_CHANGE = Augmentation()
 
 
 @functools.lru_cache(maxsize=1024)  # It is called for both views of a pair
-def _draw_zoom(fraction: float, far: float, seed: int) -> Tuple[int, float]:
-    """Draw which view of the pair shrinks, and its factor. With a factor of 1 neither shrinks."""
-    random = np.random.default_rng((seed, _ZOOM))
-    if random.random() >= fraction:
+def _draw_zoom(fraction: float, far_fraction: float, seed: int) -> Tuple[int, float]:
+    """Draw which view of a pair shrinks, and its factor. With a factor of 1, neither shrinks."""
+    rng = np.random.default_rng((seed, _ZOOM))
+    if rng.random() >= fraction:
         return 0, 1.0
-    which = int(random.integers(2))
-    least, most = FAR_ZOOM if far > 0 and random.random() < far else ZOOM
-    return which, math.exp(random.uniform(math.log(least), math.log(most)))
+    view_index = int(rng.integers(2))
+    min_factor, max_factor = FAR_ZOOM if far_fraction > 0 and rng.random() < far_fraction else ZOOM
+    return view_index, math.exp(rng.uniform(math.log(min_factor), math.log(max_factor)))
 
 
 def _select_records(records: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return `records[index]`. Copying opaque bytes is eight times as fast as copying fields."""
+    """Return `records[index]`, copied as opaque bytes: eight times as fast as field by field."""
     return records.view(f"V{records.itemsize}")[index].view(records.dtype)
 
 
 def _copy_records(records: np.ndarray) -> np.ndarray:
-    """Return a copy of the records, made as in `_select_records`."""
+    """Return a copy of the records, copied as opaque bytes."""
     return records.view(f"V{records.itemsize}").copy().view(records.dtype)
 
 
@@ -171,76 +190,92 @@ def _rotate_view(view: View, degrees: float) -> View:
     R = np.array([[c, -s], [s, c]])
     canvas = np.ceil(np.abs(R) @ np.array(size, float) - 1e-9)
     shift = (canvas - 1) / 2 - R @ ((np.array(size) - 1) / 2)
-    moved = _copy_records(records)
+    rotated = _copy_records(records)
     x = records["x"].astype(np.float64)
     y = records["y"].astype(np.float64)
-    moved["x"] = c * x - s * y + shift[0]
-    moved["y"] = s * x + c * y + shift[1]
+    rotated["x"] = c * x - s * y + shift[0]
+    rotated["y"] = s * x + c * y + shift[1]
     for name in ("angle", "second_angle"):
         if name in (records.dtype.names or ()):
-            moved[name] = np.mod(records[name] + degrees, 360.0)
-    # T (3, 3) is the same rotation as a homography of pixels.
+            rotated[name] = np.mod(records[name] + degrees, 360.0)
+    # (3, 3), the same rotation as a homography of pixels
     T = np.array([[c, -s, shift[0]], [s, c, shift[1]], [0.0, 0.0, 1.0]])
     cell = view.cell if view.cell is EVERYWHERE else compose(view.cell, inverse(T))
-    return View(moved, compose(T, view.H_image_to_view), (int(canvas[0]), int(canvas[1])), cell)
+    return View(rotated, compose(T, view.H_image_to_view), (int(canvas[0]), int(canvas[1])), cell)
 
 
 def make_mosaic(
-    view: View, factor: float, min_scale: float, others: DrawOtherView, random: np.random.Generator
+    view: View,
+    factor: float,
+    min_scale: float,
+    draw_other_view: DrawOtherView,
+    rng: np.random.Generator,
 ) -> View:
-    """Shrink the view by `factor` and place it at random among others that are shrunk alike.
+    """Shrink a view, and put it at a random position among other views that are shrunk alike.
 
-    The canvas keeps the size of the view. Keypoints outside the canvas are dropped. So are
-    keypoints below the scale `min_scale` (px), which no detector would find. The rest stay ordered
-    by falling rank. Descriptors and angles do not change. The truth needs the `cell` of the view,
-    because its homography also maps points onto the other photographs.
+    The canvas has the size of the view. Keypoints outside the canvas are dropped, and so are
+    keypoints that are too small for a detector. The others stay, ordered by falling rank.
+    Descriptors and angles do not change. The ground truth needs the `cell` of the result, because
+    its homography also maps points onto the other photographs.
+
+    Args:
+        view: the view.
+        factor: by how much it shrinks, above 1.
+        min_scale: smallest scale (px) at which keypoints are detected. If 0, it is the smallest
+            scale of the view.
+        draw_other_view: draws the views that surround the shrunk one.
+        rng: generator of the positions and of the other views.
     """
     min_scale = min_scale or float(view.records["scale"].min(initial=np.inf))
-    # Place the shrunk view in a cell (width, height) with its upper left corner at `corner`.
+    # The shrunk view fills a cell (width, height), whose upper left corner is at `corner`.
     canvas = np.array(view.size, float)
     cell = canvas / factor
-    corner = random.uniform(-MAX_BEYOND * cell, canvas - (1.0 - MAX_BEYOND) * cell)
+    corner = rng.uniform(-MAX_BEYOND * cell, canvas - (1.0 - MAX_BEYOND) * cell)
     records = [_shrink_keypoints(view, factor, min_scale, corner, cell)]
     # Fill cells around it, up to MAX_NEIGHBOURS on the canvas, with views of other images.
     before, after = (
         np.ceil(np.maximum(space, 0) / cell) for space in (corner, canvas - corner - cell)
     )
     columns, rows = (range(-int(a), int(b) + 1) for a, b in zip(before, after))
-    around = [cell_xy for cell_xy in itertools.product(columns, rows) if cell_xy != (0, 0)]
-    for index in random.permutation(len(around))[:MAX_NEIGHBOURS]:
-        other = others(random)
-        if other is not None:
+    neighbour_cells = [cell_xy for cell_xy in itertools.product(columns, rows) if cell_xy != (0, 0)]
+    for index in rng.permutation(len(neighbour_cells))[:MAX_NEIGHBOURS]:
+        other_view = draw_other_view(rng)
+        if other_view is not None:
             records.append(
-                _shrink_keypoints(other, factor, min_scale, corner + around[index] * cell, cell)
+                _shrink_keypoints(
+                    other_view, factor, min_scale, corner + neighbour_cells[index] * cell, cell
+                )
             )
     # Keep the keypoints on the canvas, ordered by falling rank.
-    joined = np.concatenate(records)
-    inside = np.ones(len(joined), bool)
+    all_records = np.concatenate(records)
+    inside = np.ones(len(all_records), bool)
     for name, length in zip("xy", canvas):
-        inside &= (joined[name] >= -0.5) & (joined[name] <= length - 0.5)
-    seen = _select_records(joined, inside)
-    order = np.argsort(-rank_keypoints(seen), kind="stable")
-    # Make homographies (3, 3) from the image to the canvas, and from the canvas to the unit square.
+        inside &= (all_records[name] >= -0.5) & (all_records[name] <= length - 0.5)
+    on_canvas = _select_records(all_records, inside)
+    order = np.argsort(-rank_keypoints(on_canvas), kind="stable")
+    # (3, 3) each: from the view to the canvas, and from the canvas to the unit square
     shrink = map_to_resized((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])
     to_cell[:2, 2] = (0.5 - corner) / cell
-    return View(_select_records(seen, order), shrink @ view.H_image_to_view, view.size, to_cell)
+    return View(
+        _select_records(on_canvas, order), shrink @ view.H_image_to_view, view.size, to_cell
+    )
 
 
 def _shrink_keypoints(
     view: View, factor: float, min_scale: float, corner: np.ndarray, cell: np.ndarray
 ) -> np.ndarray:
-    """Return the keypoints of the view shrunk by `factor` that lie inside its cell.
+    """Return the keypoints of a view shrunk by `factor` that lie inside its cell.
 
-    `corner` is the upper left corner of the cell, and `cell` its width and height, all in px.
+    The cell has the upper left corner `corner` and the width and height `cell`, (2,) px each.
     """
     records = view.records
-    large = _select_records(records, records["scale"] >= min_scale * factor)
-    inside = np.ones(len(large), bool)
+    shrunk = _select_records(records, records["scale"] >= min_scale * factor)
+    inside = np.ones(len(shrunk), bool)
     for name, start, length in zip("xy", corner, cell):
-        coordinate = (large[name].astype(np.float64) + 0.5) / factor
+        coordinate = (shrunk[name].astype(np.float64) + 0.5) / factor
         inside &= coordinate <= length
-        large[name] = coordinate - 0.5 + start
-    large["scale"] /= factor
-    return _select_records(large, inside)
+        shrunk[name] = coordinate - 0.5 + start
+    shrunk["scale"] /= factor
+    return _select_records(shrunk, inside)

@@ -25,12 +25,22 @@ from superglue_sift.network.weights import BadCheckpoint, load_model_file, selec
 
 
 def count_pairs_per_step(train: TrainParams, run: RunParams, world_size: int) -> int:
-    """Return the number of pairs of one step over all ranks."""
+    """Return the number of pairs of one step over all ranks.
+
+    Args:
+        train: the section `train`.
+        run: the section `run`.
+        world_size: number of ranks.
+    """
     return run.batch_per_rank * world_size or train.batch
 
 
 def read_initial_model(path: Path) -> Saved:
-    """Return the tensors and the description of the initial weights. Raises RequestError."""
+    """Read the tensors and the description of the initial weights.
+
+    Raises:
+        RequestError: If the file is missing or damaged.
+    """
     try:
         return load_model_file(path)
     except (FileNotFoundError, BadCheckpoint) as error:
@@ -40,12 +50,16 @@ def read_initial_model(path: Path) -> Saved:
 def seed_torch(number: int, deterministic: bool) -> None:
     """Seed torch on every device, for the initial weights.
 
-    With `deterministic`, also ask torch and cuBLAS for reproducible kernels, which are slower on a
-    GPU. All other random numbers come from generators of their own (seed, epoch, index).
+    All other random numbers come from separate generators, which seed, epoch and index determine.
+
+    Args:
+        number: the seed.
+        deterministic: whether to ask torch and cuBLAS for reproducible kernels, which are slower on
+            a GPU.
     """
     torch.manual_seed(number)
     if deterministic:
-        # cuBLAS reads it when it starts.
+        # The library cuBLAS reads this variable when it starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
@@ -58,9 +72,13 @@ def make_network(
     context: distributed.Context,
     store: Optional[KeypointStore] = None,
 ) -> SuperGlue:
-    """Return the untrained network, on the device, with weights that `train.seed` decides.
+    """Make the untrained network, on the device, with weights that `train.seed` decides.
 
-    `store` has the keypoints that it is for. If it is None, these are SIFT keypoints.
+    Args:
+        train: the section `train`.
+        run: the section `run`.
+        context: this process among the ranks.
+        store: the keypoints that the network is for. If it is None, they are SIFT keypoints.
     """
     portable_gpu = train.precision == PORTABLE and context.device.type == "cuda"
     seed_torch(train.seed, run.deterministic or portable_gpu)
@@ -73,38 +91,53 @@ def make_network(
 
 
 def load_initial_weights(model: SuperGlue, path: str) -> Tuple[bool, Optional[float], List[str]]:
-    """Load the tensors of the model file `path` that fit.
+    """Load the tensors of a model file that fit the network.
+
+    Args:
+        model: the network, whose weights change.
+        path: the model file.
 
     Returns:
-        Whether `model` now is the model of the file: every tensor was taken, and every value of the
-        configuration that acts on a match is equal. Then the file's match threshold, or None. It is
-        None, too, if `model` is another model, for which that threshold says nothing. Then lines to
-        print about what was taken and what does not fit.
+        Three values. The first is whether the network now is the model of the file: every tensor
+        was taken, and every value of the configuration that acts on a match is equal. The second is
+        the match threshold of the file. It is None if the file has none, or if the network is not
+        its model. The third is a list of lines to print, about what was taken and what does not
+        fit.
+
+    Raises:
+        RequestError: If the file is missing or damaged.
     """
     tensors, info = read_initial_model(Path(path))
-    stored = select_weights(tensors)
+    file_weights = select_weights(tensors)
     weights = model.state_dict()
-    # Take each tensor whose name and shape the network has, too.
-    taken = {n: t for n, t in stored.items() if n in weights and t.shape == weights[n].shape}
-    model.load_state_dict({**weights, **taken})
-    messages = [f"initial weights from {path}: {len(taken)} tensors taken"]
+    matching = {
+        name: tensor
+        for name, tensor in file_weights.items()
+        if name in weights and tensor.shape == weights[name].shape
+    }
+    model.load_state_dict({**weights, **matching})
+    messages = [f"initial weights from {path}: {len(matching)} tensors taken"]
     # Say what did not fit, and which configuration would make it fit.
-    left = [name for name in weights if name not in taken]
-    if left:
-        messages.append(f"  not there, or of another shape: {', '.join(left)}")
-    theirs = info.get("model", {})
-    other = [
-        f"{name}: {theirs[name]}"
+    missing_names = [name for name in weights if name not in matching]
+    if missing_names:
+        messages.append(f"  not there, or of another shape: {', '.join(missing_names)}")
+    file_config = info.get("model", {})
+    differences = [
+        f"{name}: {file_config[name]}"
         for name, value in model.config.to_dict().items()
-        if theirs.get(name, value) != value
+        if file_config.get(name, value) != value
     ]
-    if other:
-        messages.append(f"  they were trained with {', '.join(other)}")
-    acting = [text for text in other if not text.startswith("sinkhorn_iterations")]
-    whole = not acting and stored.keys() == weights.keys() and not left
-    if not whole:
+    if differences:
+        messages.append(f"  they were trained with {', '.join(differences)}")
+    acting_differences = [
+        text for text in differences if not text.startswith("sinkhorn_iterations")
+    ]
+    is_same_model = (
+        not acting_differences and file_weights.keys() == weights.keys() and not missing_names
+    )
+    if not is_same_model:
         messages.append("  they are taken in part: validation never keeps the weights of step 0")
-    return whole, info.get("match_threshold") if whole else None, messages
+    return is_same_model, info.get("match_threshold") if is_same_model else None, messages
 
 
 def build_objective_and_state(
@@ -114,16 +147,27 @@ def build_objective_and_state(
     context: distributed.Context,
     precision: str,
 ) -> Tuple[MatchingObjective, nn.Module, TrainState]:
-    """Build what trains `model`, which is the same on every rank.
+    """Build what trains a network, which is the same on every rank.
 
-    `precision` is "float32", "bfloat16" or "float16". Returns the objective, its parallel wrapper,
-    which a step calls, and the state that a checkpoint holds. Raises RequestError if the layers
-    cannot be compiled here.
+    Args:
+        model: the network. Some of its parameters are frozen, and its layers may be compiled.
+        train: the section `train`.
+        run: the section `run`.
+        context: this process among the ranks.
+        precision: "float32", "bfloat16" or "float16".
+
+    Returns:
+        The objective, the same in DistributedDataParallel, which a step calls, and the state that a
+        checkpoint holds.
+
+    Raises:
+        RequestError: If the layers cannot be compiled on this machine, or if nothing is left to
+            train.
     """
-    missing = torch_compat.describe_missing_compiler(context.device.type) if run.compile else ""
-    if missing:
+    problem = torch_compat.describe_missing_compiler(context.device.type) if run.compile else ""
+    if problem:
         raise RequestError(
-            f"run.compile = true: {missing}; install it, or set run.compile to false"
+            f"run.compile = true: {problem}; install it, or set run.compile to false"
         )
     freeze_parameters(model, train.freeze)
     model.recompute = run.checkpoint_layers
@@ -131,7 +175,7 @@ def build_objective_and_state(
     objective = MatchingObjective(model, precision)
     if run.compile:
         model.compile_layers()
-        # -(-a // b) is a / b rounded up: compiled code needs one size for all batches
+        # Compiled code needs one size for all batches. -(-a // b) is a / b, rounded up.
         pairs = -(-count_pairs_per_step(train, run, context.world_size) // context.world_size)
         objective.fixed_size = (-(-pairs // run.accumulate), train.max_keypoints)
     scaler = torch_compat.make_grad_scaler(precision == "float16")

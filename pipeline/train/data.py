@@ -39,13 +39,20 @@ APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
 # for which 1 GiB is enough.
 MAX_PROCESSES = 4
 SHARED_MEMORY = "/dev/shm"  # Folder of shared memory
-# Environment variable: the number of loading processes of each rank. 0 means that a thread loads.
+# Environment variable: number of processes of each rank that load. 0 means that a thread loads.
 # "auto" or unset means up to MAX_PROCESSES for a GPU, and a thread for a CPU.
 LOADER_PROCESSES = "SG_LOADER_PROCESSES"
 
 
 class Sample(NamedTuple):
-    """One pair to train on: two views of one image, and the seed of its own augmentation."""
+    """One pair to train on.
+
+    Attributes:
+        image: index of the image.
+        view0: index of the first view of the image.
+        view1: index of the second view. In a negative pair it is a view of another image.
+        seed: the seed of the augmentation of the pair.
+    """
 
     image: int
     view0: int
@@ -57,33 +64,45 @@ def draw_training_pairs(seed: int, images: int, views: int, start: int, stop: in
     """Return the pairs at the positions `start` to `stop` - 1 of an endless sequence.
 
     Position p belongs to epoch p // images. Each epoch shuffles the images. In every epoch each
-    image gives one ordered pair of its `views`, drawn by (seed, epoch, image).
+    image gives one ordered pair of its views, drawn by (seed, epoch, image).
+
+    Args:
+        seed: the key `train.seed`.
+        images: number of images.
+        views: number of views of each image.
+        start: the first position.
+        stop: the position after the last one.
     """
     samples = []
     for position in range(start, stop):
         epoch, index = divmod(position, images)
         image = int(_shuffle_images(seed, epoch, images)[index])
-        draw = _make_generator(seed, _DRAW, epoch, image)
-        view0, view1 = draw.choice(views, size=2, replace=False)
-        samples.append(Sample(image, int(view0), int(view1), int(draw.integers(2**31))))
+        rng = _make_generator(seed, _DRAW, epoch, image)
+        view0, view1 = rng.choice(views, size=2, replace=False)
+        samples.append(Sample(image, int(view0), int(view1), int(rng.integers(2**31))))
     return samples
 
 
 def draw_validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sample]:
-    """Return a fixed list of at most `count` pairs, spread evenly over the images.
+    """Return a fixed list of pairs, spread evenly over the images.
 
-    Every second pair is augmented. The validation thus shows both augmented pairs, as in training,
+    Every second pair is augmented. The validation thus has both augmented pairs, as in training,
     and pairs as they are stored.
+
+    Args:
+        seed: the key `train.seed`.
+        images: number of images.
+        views: number of views of each image.
+        count: largest number of pairs. There are no more than ordered pairs of views.
     """
     samples = []
-    # There are no more pairs than ordered pairs of views.
-    for i in range(min(count, images * views * (views - 1))):
-        draw = _make_generator(seed, _VALIDATION, i)
-        view0, view1 = draw.choice(views, size=2, replace=False)
-        image = i * images // count if count < images else i % images
-        # An image may give pairs in several rounds. Over the rounds it has both kinds of pairs.
-        augmented = (i % images + i // images) % 2 == 1
-        pair_seed = int(draw.integers(2**31)) if augmented else NO_AUGMENTATION
+    for index in range(min(count, images * views * (views - 1))):
+        rng = _make_generator(seed, _VALIDATION, index)
+        view0, view1 = rng.choice(views, size=2, replace=False)
+        image = index * images // count if count < images else index % images
+        # An image that gives pairs in several rounds gives both kinds of pairs.
+        is_augmented = (index % images + index // images) % 2 == 1
+        pair_seed = int(rng.integers(2**31)) if is_augmented else NO_AUGMENTATION
         samples.append(Sample(image, int(view0), int(view1), pair_seed))
     return samples
 
@@ -93,7 +112,7 @@ def _make_generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
-@functools.lru_cache(maxsize=1)  # Keeps the order of the latest epoch only
+@functools.lru_cache(maxsize=1)  # For the order of the latest epoch
 def _shuffle_images(seed: int, epoch: int, images: int) -> np.ndarray:
     """Return the indices of all images in the order of this epoch, (images,) int64."""
     return _make_generator(seed, _SHUFFLE, epoch).permutation(images)
@@ -106,7 +125,7 @@ def slice_for_rank(count: int, rank: int, world_size: int) -> slice:
 
 def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
     """Split `samples` into `parts` contiguous micro-batches whose sizes differ by at most one."""
-    return [samples[slice_for_rank(len(samples), part, parts)] for part in range(parts)]
+    return [samples[slice_for_rank(len(samples), index, parts)] for index in range(parts)]
 
 
 def load_batch(
@@ -117,9 +136,9 @@ def load_batch(
 ) -> PairBatch:
     """Load the PairBatch of these samples, in order, with their homographies.
 
-    If there are no samples, the batch is empty.
-
     Args:
+        store: the keypoints.
+        samples: the pairs. If there are none, the batch is empty.
         keypoints: largest numbers of keypoints of the two views, the same for every pair. If it is
             one number, the augmentation draws the numbers of each pair, up to this one. A view
             keeps its first keypoints.
@@ -128,47 +147,60 @@ def load_batch(
     """
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
-    # Change the two views of each pair by the seed of its sample.
     pairs = []
-    negative = []
+    is_negative = []
     for sample in samples:
-        change = NO_CHANGE if sample.seed == NO_AUGMENTATION else augmentation
-        image1 = change.choose_second_image(sample.image, len(store), sample.seed)
-        others = functools.partial(_draw_other_view, store, (sample.image, image1))
+        changes = NO_CHANGE if sample.seed == NO_AUGMENTATION else augmentation
+        image1 = changes.choose_second_image(sample.image, len(store), sample.seed)
+        draw_other_view = functools.partial(_draw_other_view, store, (sample.image, image1))
         limits = keypoints
         if isinstance(limits, int):
-            limits = change.draw_counts(limits, sample.seed)
-        stored = store.read_view(sample.image, sample.view0), store.read_view(image1, sample.view1)
+            limits = changes.draw_counts(limits, sample.seed)
+        views = store.read_view(sample.image, sample.view0), store.read_view(image1, sample.view1)
         pairs.append(
             [
-                change.apply(view, sample.seed, which, others, store.min_scale, limits[which])
-                for which, view in enumerate(stored)
+                changes.apply(
+                    view,
+                    sample.seed,
+                    view_index,
+                    draw_other_view,
+                    store.min_scale,
+                    limits[view_index],
+                )
+                for view_index, view in enumerate(views)
             ]
         )
-        negative.append(image1 != sample.image)
-    # One call composes all homographies (B, 3, 3). 64 calls for single pairs would take 1 ms.
+        is_negative.append(image1 != sample.image)
+    # (B, 3, 3): one call composes all homographies. For 64 pairs, single calls would take 1 ms.
     to0, to1 = (np.stack([view.H_image_to_view for view in views]) for views in zip(*pairs))
     H_0to1 = compose(to1, inverse(to0))
-    H_0to1[negative] = APART
+    H_0to1[is_negative] = APART
     # (B, 2, 3, 3): the cell of each view of each pair
     cells = np.array([[view.cell for view in pair] for pair in pairs])
-    both = [Pair(one.records, other.records, one.size, other.size) for one, other in pairs]
-    return from_pairs(both, H_0to1, cells=cells)
+    record_pairs = [
+        Pair(view0.records, view1.records, view0.size, view1.size) for view0, view1 in pairs
+    ]
+    return from_pairs(record_pairs, H_0to1, cells=cells)
 
 
 def _draw_other_view(
-    store: KeypointStore, shown: Tuple[int, int], random: np.random.Generator
+    store: KeypointStore, pair_images: Tuple[int, int], rng: np.random.Generator
 ) -> Optional[View]:
-    """Return a random view of a random image, or None if that image is in `shown`."""
-    image = int(random.integers(len(store)))
-    view = int(random.integers(store.views_per_image))
-    return None if image in shown else store.read_view(image, view)
+    """Return a random view of a random image, or None if it is in `pair_images`."""
+    image = int(rng.integers(len(store)))
+    view = int(rng.integers(store.views_per_image))
+    return None if image in pair_images else store.read_view(image, view)
 
 
 class StepBatches(Dataset):
     """The micro-batches of every step on this rank. Each is a function of the step alone.
 
-    `pairs` is the number of pairs of a step over all ranks.
+    Attributes:
+        train: the section `train`.
+        store: the keypoints.
+        pairs: number of pairs of a step over all ranks.
+        context: this process among the ranks.
+        parts: number of micro-batches of a step on this rank.
     """
 
     def __init__(
@@ -182,19 +214,21 @@ class StepBatches(Dataset):
         self._augmentation = Augmentation.from_parameters(train)
 
     def draw_samples(self, step: int) -> List[List[Sample]]:
-        """Return this rank's pairs of global step `step`, split into micro-batches."""
-        # All ranks draw the pairs of the whole step, and each takes its part.
+        """Return this rank's pairs of a step, split into micro-batches.
+
+        All ranks draw the pairs of the whole step, and each takes its part.
+        """
         store = self.store
         bounds = step * self.pairs, (step + 1) * self.pairs
         pairs = draw_training_pairs(self.train.seed, len(store), store.views_per_image, *bounds)
-        mine = slice_for_rank(self.pairs, self.context.rank, self.context.world_size)
-        return split_evenly(pairs[mine], self.parts)
+        rank_part = slice_for_rank(self.pairs, self.context.rank, self.context.world_size)
+        return split_evenly(pairs[rank_part], self.parts)
 
     def load(self, step: int) -> List[PairBatch]:
-        """Load the PairBatches of `draw_samples(step)` in the memory of the host.
+        """Load this rank's micro-batches of a step into the memory of the host.
 
         All pairs of a step have the same numbers of keypoints. A GPU pads all pairs to the largest
-        number, which would be seven times the work if each pair had its own number.
+        number, and different numbers for each pair would make this seven times the work.
         """
         limit = self.train.max_keypoints
         counts = self._augmentation.draw_counts(limit, self.train.seed, step)
@@ -207,17 +241,16 @@ class StepBatches(Dataset):
         return self.load(step)
 
     def prefetch(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
-        """Load the batches of each of `steps` in advance, and move them to the device of this rank.
+        """Yield this rank's micro-batches of each step, loaded in advance, on its device.
 
-        For a GPU processes load the batches, otherwise a thread does. Closing the generator ends
-        them.
+        For a GPU, processes load the batches, otherwise a thread. Closing the generator ends them.
         """
         on_gpu = self.context.device.type == "cuda"
         processes = choose_loader_processes(self.context.device)
         if processes:
             ahead = self._prefetch_by_processes(steps, processes)
         else:
-            # The memory is page-locked, so no step waits for the copy to the GPU.
+            # From page-locked memory, a copy to the GPU needs no waiting.
             ahead = prefetch(
                 lambda step: [b.pin_memory() if on_gpu else b for b in self.load(step)], steps
             )
@@ -228,10 +261,10 @@ class StepBatches(Dataset):
     def _prefetch_by_processes(
         self, steps: Sequence[int], processes: int
     ) -> Generator[List[PairBatch], None, None]:
-        """Yield `load(step)` for each of `steps`, in page-locked memory if there is a GPU.
+        """Yield `load(step)` of each step, computed by processes, page-locked if there is a GPU.
 
         A thread would compete with the Python code that launches kernels. If a process is killed,
-        torch raises an error in the main thread, and the same command resumes.
+        torch raises an error in the main thread, and the same command resumes the training.
         """
         loader = DataLoader(
             self,
@@ -242,24 +275,27 @@ class StepBatches(Dataset):
             # The processes inherit the mapped store and start in milliseconds. Python 3.14's
             # default is forkserver, whose server dies of a SIGTERM to all processes.
             multiprocessing_context="fork",
-            worker_init_fn=functools.partial(workers.ignore_signals, parent=os.getpid()),
+            worker_init_fn=functools.partial(workers.ignore_signals, parent_id=os.getpid()),
             # A draw from the global generator would change the state that a checkpoint holds.
             generator=torch.Generator(),
         )
         with workers.block_signals():
-            batches: Any = iter(loader)  # Any: `_shutdown_workers` is not in the stubs
+            batches: Any = iter(loader)  # The stubs lack `_shutdown_workers`
         try:
             yield from batches
         finally:
-            # `__del__` would run later, when the traceback of an error is freed
+            # Otherwise `__del__` would do it, which runs when the traceback of an error is freed.
             batches._shutdown_workers()
 
 
 def choose_loader_processes(device: torch.device) -> int:
     """Choose how many processes load this rank's batches. If the result is 0, a thread loads them.
 
-    On a CPU a thread does: the step needs the cores, and handing a batch between processes takes
-    longer than loading it. Raises RequestError if SG_LOADER_PROCESSES is not a number.
+    Without SG_LOADER_PROCESSES, a thread loads them for a CPU: the step needs the cores, and
+    sending a batch between processes takes longer than loading it.
+
+    Raises:
+        RequestError: If SG_LOADER_PROCESSES is not a number.
     """
     if os.environ.get(LOADER_PROCESSES, "") not in ("", "auto"):
         return read_environment_number(LOADER_PROCESSES, 0)

@@ -1,9 +1,9 @@
 """Report a training: print lines, and write the local log, curves, their picture and metrics.json.
 
-DVC tracks the curves, the picture and metrics.json, which are the same in every run. The log, which
-is sent to MLflow, also has what depends on the machine. Rank 0 reports, and one rank writes in each
-folder of reports. Sums over ranks are exchanged every `run.log_every` steps. The curves are also in
-every checkpoint, so a training that is resumed continues them.
+DVC tracks the curves, the picture and metrics.json, which are the same in every run. The local log,
+which is sent to MLflow, also has what depends on the machine. Rank 0 reports, and one rank writes
+into each folder of reports. The ranks exchange sums every `run.log_every` steps. Every checkpoint
+has the curves, too, so a training that is resumed continues them.
 
 Inside a training F1, precision and recall are fractions. All that this module writes and prints is
 in percent (`to_percent`).
@@ -36,8 +36,8 @@ from pipeline.train.checkpoint import (
 from superglue_sift.files import compute_file_sha256, write_atomic, write_csv, write_json
 from superglue_sift.progress import Progress
 
-Rows = List[Metrics]  # the points of a curve, each with its `step`
-Curves = Dict[str, Rows]  # "train" and "val"
+Rows = List[Metrics]  # The points of a curve, each with its `step`
+Curves = Dict[str, Rows]  # Keys "train" and "val"
 
 # Names of the files in reports/train/curves
 CURVES = {"train": "train.csv", "val": "validation.csv"}
@@ -50,10 +50,11 @@ GRAY = "#888888"
 
 
 def to_percent(metrics: Metrics) -> Metrics:
-    """Return metrics with F1, precision and recall in percent. They are fractions before."""
-    shares = ("f1", "precision", "recall")
+    """Return metrics with F1, precision and recall in percent, which are fractions before."""
+    percent_names = ("f1", "precision", "recall")
     return {
-        name: 100 * value if name.startswith(shares) else value for name, value in metrics.items()
+        name: 100 * value if name.startswith(percent_names) else value
+        for name, value in metrics.items()
     }
 
 
@@ -61,12 +62,12 @@ def to_percent(metrics: Metrics) -> Metrics:
 
 
 def list_columns(rows: Rows) -> List[str]:
-    """Return the names of all values in the rows of a curve, in the order of their first rows."""
+    """Return the names of all values of a curve, in the order in which they first appear."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def pack_curves(curves: Curves) -> Tuple[Dict[str, List[str]], Tensors]:
-    """Return the columns of each curve, and its values for a checkpoint.
+    """Return the names of the columns of each curve, and its values as tensors for a checkpoint.
 
     A tensor `curves.train` or `curves.val` is (points, columns) float64. A value that a point lacks
     is nan.
@@ -84,7 +85,12 @@ def pack_curves(curves: Curves) -> Tuple[Dict[str, List[str]], Tensors]:
 
 
 def unpack_curves(tensors: Tensors, info: Info) -> Curves:
-    """Return the curves in a checkpoint, see `pack_curves`."""
+    """Return the curves in a checkpoint, which `pack_curves` has packed.
+
+    Args:
+        tensors: all tensors of the checkpoint.
+        info: everything else in the checkpoint.
+    """
     return {
         kind: [dict(zip(info["columns"][kind], row)) for row in values.tolist()]
         for kind, values in select_by_prefix(tensors, "curves.").items()
@@ -92,9 +98,12 @@ def unpack_curves(tensors: Tensors, info: Info) -> Curves:
 
 
 def write_curves(reports: Path, curves: Curves, best_step: int) -> None:
-    """Write a CSV file of each curve, and their picture, to the folder of reports.
+    """Write a CSV file of each curve, and their picture. Files of another training are replaced.
 
-    A file of another training is replaced or deleted.
+    Args:
+        reports: the folder of reports.
+        curves: the curves. The file of a curve that is missing or empty is deleted.
+        best_step: the step of the best model, which the picture marks.
     """
     for kind, name in CURVES.items():
         path = reports / "curves" / name
@@ -103,7 +112,7 @@ def write_curves(reports: Path, curves: Curves, best_step: int) -> None:
             columns = list_columns(rows)
             lines = [[f"{row.get(name, math.nan):.6g}" for name in columns] for row in rows]
             for line, row in zip(lines, rows):
-                line[0] = str(int(row["step"]))  # all digits of a large step
+                line[0] = str(int(row["step"]))  # All digits of a large step
             write_csv(path, [columns, *lines])
         else:
             path.unlink(missing_ok=True)
@@ -117,10 +126,15 @@ def hash_curve_files(reports: Path) -> Dict[str, str]:
 
 
 def draw_curves(path: Path, curves: Curves, best_step: int) -> None:
-    """Draw the curves as an SVG file: the losses, and F1 on the validation pairs.
+    """Draw the curves into an SVG file: the losses, and F1 on the validation pairs.
 
-    The loss is drawn for training and validation, F1 for the network and the ratio test. A line
-    marks the step of the best model. Equal curves give equal bytes.
+    The loss is drawn for training and validation, F1 for the network and the ratio test. Equal
+    curves give equal bytes.
+
+    Args:
+        path: the SVG file.
+        curves: the curves.
+        best_step: the step of the best model, which a line marks.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -130,12 +144,11 @@ def draw_curves(path: Path, curves: Curves, best_step: int) -> None:
         steps = [row["step"] for row in rows]
         axes.plot(steps, [row.get(name, math.nan) for row in rows], style, **options)
 
-    # Letters stay text, and the file contains no random names. The colours are the same as in the
-    # report. They are readable on a light and on a dark page.
-    parts = ("axes.edgecolor", "xtick.color", "ytick.color", "axes.labelcolor", "text.color")
-    ink: Dict[Any, Any] = dict.fromkeys(parts, GRAY)
-    # The losses are above and F1 is below, over the same steps.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves", "font.size": 9, **ink}):
+    # These colours are readable on a light and on a dark page, and the report has the same.
+    color_keys = ("axes.edgecolor", "xtick.color", "ytick.color", "axes.labelcolor", "text.color")
+    colors: Dict[Any, Any] = dict.fromkeys(color_keys, GRAY)
+    # Letters stay text. Without a salt of the hash, the file would contain random names.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves", "font.size": 9, **colors}):
         figure = Figure(figsize=(7, 4.5), layout=None)
         losses, scores = figure.subplots(2, 1, sharex=True)
         draw(losses, "train", "loss", "-", color=GRAY, label="training")
@@ -148,7 +161,6 @@ def draw_curves(path: Path, curves: Curves, best_step: int) -> None:
             axes.axvline(best_step, color=GRAY, lw=0.8, ls=":", label=f"kept: step {best_step}")
             axes.grid(alpha=0.3)
             axes.legend(loc="best", frameon=False)
-        # The file has no date, so equal curves give equal bytes.
         stream = io.BytesIO()
         figure.savefig(
             stream, format="svg", metadata={"Date": None}, bbox_inches="tight", transparent=True
@@ -160,13 +172,18 @@ def draw_curves(path: Path, curves: Curves, best_step: int) -> None:
 
 
 def write_metrics(reports: Path, best: Info) -> None:
-    """Write metrics.json of a finished training, made from the description of its best model."""
-    figures = to_percent(best["validation"])
+    """Write metrics.json of a finished training.
+
+    Args:
+        reports: the folder of reports.
+        best: the description of the best model.
+    """
+    percent = to_percent(best["validation"])
     names = ("f1", "f1_ratio_test", "precision", "recall")
     metrics = {
         "best_step": best["step"],
-        **{name: round(figures[name], 2) for name in names},
-        "loss": round(figures["loss"], 4),
+        **{name: round(percent[name], 2) for name in names},
+        "loss": round(percent["loss"], 4),
         "skipped_steps": best["skipped_steps"],
         "step": best["train"]["steps"],
     }
@@ -174,9 +191,11 @@ def write_metrics(reports: Path, best: Info) -> None:
 
 
 def describe_precision(reason: str, history: Sequence[Info]) -> str:
-    """Return the reason of a precision, which claims no bytes that a change may have altered.
+    """Return why a precision was chosen, which promises no bytes that a change may have altered.
 
-    `history` has an entry for the start of the training and for each change on resume.
+    Args:
+        reason: the reason of `choose_precision`.
+        history: an entry for the start of the training, and one for each change on resume.
     """
     changes = [
         f"{key} at step {after['step']}"
@@ -198,7 +217,7 @@ def _describe_validation(percent: Metrics) -> str:
 
 
 def is_first_of_node() -> bool:
-    """Return whether this is the first rank of its node, which prints what its user has to know."""
+    """Return whether this is the first rank of its node, which prints for the user of this node."""
     return read_environment_number("LOCAL_RANK", 0) == 0
 
 
@@ -206,31 +225,33 @@ class TrainingLogger:
     """The reports of one run. As a context manager it closes the run as FINISHED, FAILED or KILLED.
 
     Args:
+        args: the command line.
         sections: the sections of params.yaml.
-        identity: the name of the training.
+        context: this process among the ranks.
+        training: the name of the training.
         precision: the precision of the network's layers.
         pairs: number of pairs of a step, over all ranks.
         saved: the checkpoint that the training resumes from. Without it the training starts from
             scratch, in a new run.
-        writes: whether this rank writes the curves.
+        is_writer: whether this rank writes the curves.
     """
 
-    bar: Progress  # set by `log_start`
+    bar: Progress  # Set by `log_start`
 
     def __init__(
         self,
         args: argparse.Namespace,
         sections: params.Params,
         context: distributed.Context,
-        identity: str,
+        training: str,
         precision: str,
         pairs: int,
         saved: Optional[Saved],
-        writes: bool,
+        is_writer: bool,
     ) -> None:
         self.args = args
         self.context = context
-        self.writes = writes
+        self.is_writer = is_writer
         self.pairs = pairs
         self._validation = ""
         # A resumed training continues its curves, the sums of their next point, and its run.
@@ -245,10 +266,10 @@ class TrainingLogger:
         self.run = tracking.open_run(
             args.reports,
             {**sections.model_dump(), "world_size": context.world_size},
-            tags={"device": device, "training": identity, "preset": preset, "precision": precision},
+            tags={"device": device, "training": training, "preset": preset, "precision": precision},
             resume=bool(info.get("step")),
             enabled=context.is_main,
-            training=identity,
+            training=training,
             name=" ".join(filter(None, dict.fromkeys((preset, data)))),
         )
 
@@ -269,8 +290,12 @@ class TrainingLogger:
     ) -> None:
         """Print the size of the network and of the data, and start the line of progress.
 
-        `steps` is the number of steps of the whole training. `baseline` is the F1 of the ratio test
-        on the validation pairs.
+        Args:
+            state: the state of the training.
+            steps: number of steps of the whole training.
+            store: the keypoints to train on.
+            messages: lines to print.
+            baseline: F1 of the ratio test on the validation pairs, a fraction.
         """
         is_main = self.context.is_main
         if is_main:
@@ -292,11 +317,16 @@ class TrainingLogger:
             total=steps, initial=state.step, desc="train", unit="step", disable=not is_main
         )
         self._baseline = f"ratio test {to_percent({'f1': baseline})['f1']:.1f}"
-        if state.step:  # the folder may hold curves of another training
+        if state.step:  # The folder may hold curves of another training
             self.write_curves(state.best_step)
 
     def add_step(self, sums: Metrics, waited: float) -> None:
-        """Add the sums of a step to the next point. The step waited `waited` s for its batch."""
+        """Add a step to the next point of the curves, and show it on the line of progress.
+
+        Args:
+            sums: this rank's sums of the step by name (`train_step`).
+            waited: seconds that the step waited for its batches.
+        """
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.waited += waited
@@ -307,15 +337,19 @@ class TrainingLogger:
         self.bar.update(1)
 
     def log_point(self, step: int, metrics: Metrics) -> None:
-        """Add a point to the curves: the means since the last point, and `metrics` of this step.
+        """Add a point to the curves of the training. All ranks call this together.
 
-        All ranks call this together, because the means are over all ranks.
+        The point has the means since the last point, over all ranks.
+
+        Args:
+            step: number of steps so far.
+            metrics: further values of this step.
         """
         sums = distributed.sum_over_ranks(self.sums)
         pairs = sums.pop("pairs")
         self._log_point("train", step, {**{n: sums[n] / pairs for n in sorted(sums)}, **metrics})
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
-        # Speed is on no curve, because it differs on every machine.
+        # Speed is not on the curves, because it differs on every machine.
         timing = {
             "train/pairs_per_s": self.pairs * self.timed_steps / seconds,
             "train/data_wait": self.waited / seconds,
@@ -325,27 +359,30 @@ class TrainingLogger:
         self.sums = {}
 
     def log_validation(self, state: TrainState, metrics: Metrics, untrained: bool) -> None:
-        """Add a point to the validation curves, print a line, and show it on the line of progress.
+        """Add a point to the curves of the validation, and print a line.
 
-        `state` has the best score before this validation. If `untrained`, the weights are not kept.
+        Args:
+            state: the state of the training, with the best metrics before this validation.
+            metrics: the metrics of this validation.
+            untrained: whether the weights are not trained yet, so that they are not kept.
         """
         percent = to_percent(metrics)
         self._log_point("val", state.step, {k: v for k, v in percent.items() if k != "pairs"})
-        # Print a line; the line of progress shows this F1 until the next validation.
+        # The line of progress shows this F1 until the next validation.
         self._validation = f"F1 {percent['f1']:.1f}, "
-        more = " (untrained, not kept)" if untrained else ""
-        line = f"validation at step {state.step}{more}: {_describe_validation(percent)}"
+        note = " (untrained, not kept)" if untrained else ""
+        line = f"validation at step {state.step}{note}: {_describe_validation(percent)}"
         if state.best_metrics:
             gain = f"{percent['f1'] - to_percent(state.best_metrics)['f1']:+.1f}"
             self._validation = f"F1 {percent['f1']:.1f} ({gain}), "
             line += f", {gain} from the best before"
         if self.context.is_main:
             self.bar.print_line(f"{line}; {self._baseline} %")
-        self._restart_clock()  # validation is no training time
+        self._restart_clock()  # Validation is no training time
 
     def write_curves(self, best_step: int) -> None:
         """Write the curves so far, and their picture."""
-        if self.writes:
+        if self.is_writer:
             write_curves(self.args.reports, self.curves, best_step)
 
     def log_stop(self, state: TrainState) -> None:
@@ -361,14 +398,14 @@ class TrainingLogger:
     def log_finish(self, best: Info, init_from: str = "") -> None:
         """Write metrics.json, register the model and print the metrics of its validation.
 
-        `best` describes the best model. `init_from` is the file of the initial weights. If they
-        stayed the best, a line says so.
+        Args:
+            best: the description of the best model.
+            init_from: the file of the initial weights. If they stayed the best, a line says so.
         """
         if not self.context.is_main:
             if is_first_of_node():
                 print(f"trained to step {best['train']['steps']}; rank 0 prints the metrics")
             return
-        # Write the metrics for DVC, and add them, the picture and the model to MLflow.
         reports = self.args.reports
         model = self.args.out / BEST
         write_metrics(reports, best)
@@ -395,7 +432,7 @@ class TrainingLogger:
 
     def _log_point(self, kind: str, step: int, point: Metrics) -> None:
         """Add a point to a curve, to the log and to MLflow."""
-        # Keep as many digits as the file of the curve has.
+        # The curves have as many digits as their files.
         row = {name: float(f"{value:.6g}") for name, value in point.items()}
         self.curves.setdefault(kind, []).append({"step": step, **row})
         self.run.log_metrics({f"{kind}/{name}": value for name, value in point.items()}, step)

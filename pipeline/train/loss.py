@@ -3,9 +3,9 @@
 The loss of a pair is the negative log-likelihood of its true assignment (SuperGlue, equation 10),
 divided by the number of terms of the sum. The terms are -log P_ij of each true match,
 -log P_i,dustbin of each unmatched keypoint of image 0 and -log P_dustbin,j of each unmatched
-keypoint of image 1. Ignored keypoints do not count. Without any term the loss is 0. A mean that
-gives the matches half of the weight teaches less (docs/recipe.md). Only these entries of P are
-gathered; there is no dense target.
+keypoint of image 1. Ignored keypoints do not count. Without any term the loss is 0. A network
+learns less from a mean that gives the matches half of the weight (docs/recipe.md). Only these
+entries of P are gathered, so no dense target is made.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def assignment_loss(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor
     """Return the loss of each pair, and its two parts.
 
     Args:
-        log_P: (B, M + 1, N + 1), log assignments from `SuperGlue`.
+        log_P: (B, M + 1, N + 1), logarithms of the assignment from `SuperGlue`.
         truth: ground truth of the batch, with `matches0` (B, M) and `matches1` (B, N).
 
     Returns:
@@ -59,22 +59,24 @@ def assignment_loss(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor
         unmatched keypoints of each image, averaged over the two images. The last two are detached.
     """
     columns = torch.where(truth.matches0 >= 0, truth.matches0, log_P.shape[2] - 1)
-    # (B, M): the column of the match, or of the dustbin. The gather has one dimension, since before
-    # torch 1.13 the gradient of any other gather has no deterministic form on a GPU.
+    # (B, M): the column of the match, or of the dustbin. The gather below has one dimension, since
+    # before torch 1.13 the gradient of any other gather has no deterministic form on a GPU.
     B, M = columns.shape
     rows = torch.arange(B * (M + 1), device=columns.device).view(B, M + 1)[:, :M]
-    places = rows * log_P.shape[2] + columns
-    losses0 = -log_P.flatten().gather(0, places.flatten()).view(B, M)
+    flat_indices = rows * log_P.shape[2] + columns
+    losses0 = -log_P.flatten().gather(0, flat_indices.flatten()).view(B, M)
     losses1 = -log_P[:, -1, :-1]  # (B, N): the loss if keypoint j goes to the dustbin
-    none = losses0.new_zeros(())
+    zero = losses0.new_zeros(())
     terms = (
         (losses0, truth.matches0 >= 0),
         (losses0, truth.matches0 == UNMATCHED),
         (losses1, truth.matches1 == UNMATCHED),
     )
-    # (3, B): add the losses and count the terms, for the three kinds of terms
-    sums = torch.stack([torch.where(counted, losses, none).sum(1) for losses, counted in terms])
-    numbers = torch.stack([counted.sum(1) for _, counted in terms])
+    # (3, B): the sums of the losses and the numbers of terms, for the three kinds of terms
+    sums = torch.stack(
+        [torch.where(is_counted, losses, zero).sum(1) for losses, is_counted in terms]
+    )
+    numbers = torch.stack([is_counted.sum(1) for _, is_counted in terms])
     positive, unmatched0, unmatched1 = (sums / numbers.clamp(min=1)).detach()
     total = sums.sum(0) / numbers.sum(0).clamp(min=1)
     return total, positive, (unmatched0 + unmatched1) / 2
@@ -84,6 +86,11 @@ class MatchingObjective(nn.Module):
     """SuperGlue with its ground truth and its loss in one module.
 
     They are one module because DistributedDataParallel has to see the whole forward pass.
+
+    Attributes:
+        model: the network.
+        precision: precision of its layers: "float32", "bfloat16" or "float16".
+        fixed_size: numbers of pairs and keypoints to which each batch is padded, or None.
     """
 
     def __init__(self, model: SuperGlue, precision: str = "float32") -> None:
@@ -92,20 +99,21 @@ class MatchingObjective(nn.Module):
         self.in_order = nn.ModuleList(model.modules_in_order)
         self.model = model
         self.precision = precision
-        # If set, each batch is padded to these numbers of pairs and keypoints, for `compile`.
+        # Compiled layers need batches of one size.
         self.fixed_size: Optional[Tuple[int, int]] = None
 
     def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Compute the loss of a batch with homographies. The batch may be empty.
 
         Args:
+            batch: the pairs, with `H_0to1`.
             wait: whether to compute pairs that overflow float32 again in the log domain. The host
                 then waits for the GPU. If False, the loss and the gradient of such pairs are nan.
 
         Returns:
             The sum of the losses of the pairs, (1,) float32, and the values of each pair by name,
-            (B,) each. It is not the mean, because this rank does not know the number of pairs of
-            the whole step.
+            (B,) each. The first is not the mean, because this rank does not know the number of
+            pairs of the whole step.
         """
         if self.fixed_size:  # The batch may end with empty pairs
             order, batches = [], [batch.pad(*self.fixed_size)]
@@ -120,10 +128,10 @@ class MatchingObjective(nn.Module):
             total = total * torch.ones_like(total).masked_fill(~finite, math.nan)
         values = dict(zip(LOSSES, (total.detach(), positive, unmatched)))
         # The size classes may have another order than the batch.
-        ordered = order == sorted(order)
+        is_ordered = order == sorted(order)
         index = torch.tensor(order, dtype=torch.int64, device="cpu")
-        places = slice(len(batch)) if ordered else index.argsort()
-        return total.sum().reshape(1), {name: value[places] for name, value in values.items()}
+        positions = slice(len(batch)) if is_ordered else index.argsort()
+        return total.sum().reshape(1), {name: value[positions] for name, value in values.items()}
 
 
 class Validation:
@@ -141,10 +149,14 @@ class Validation:
         context: distributed.Context,
         augmentation: Augmentation = NO_CHANGE,
     ) -> None:
-        """Prepare batches of the pairs `samples`, whose keypoints are in `store`.
+        """Note the pairs, which are loaded when they are needed.
 
-        `max_keypoints` is the largest number of keypoints of a view. `augmentation` changes the
-        pairs as in `load_batch`.
+        Args:
+            store: the keypoints of the held-out images.
+            samples: the pairs.
+            max_keypoints: largest number of keypoints of a view.
+            context: this process among the ranks.
+            augmentation: random changes of each pair, determined by its `sample.seed`.
         """
         self.store = store
         self.samples = samples
@@ -153,19 +165,21 @@ class Validation:
         self._kind = lambda sample: augmentation.classify_pair(
             sample.image, len(store), sample.seed
         )
-        about = repr((store.digest, samples)).encode()
-        self.digest = hashlib.sha256(about).hexdigest()  # Metrics on other pairs cannot be compared
+        content = repr((store.digest, samples)).encode()
+        # Metrics on pairs with another digest cannot be compared.
+        self.digest = hashlib.sha256(content).hexdigest()
 
     def compute_metrics(self, objective: MatchingObjective) -> Metrics:
         """Return the mean loss with its parts, precision and recall over all pairs, on every rank.
 
-        `f1` is the largest harmonic mean of precision and recall over all thresholds: confidences
-        drift during a training, which would move F1 at a fixed threshold. `threshold`, `precision`
-        and `recall` are the values at that maximum. If there are several kinds of pairs, keys such
-        as `f1_zoomed` give the F1 of one kind. `matches_negative` is the mean number of matches
-        above `threshold` in pairs without any true match. `pairs` is the number of pairs.
+        All ranks call this together. `f1` is the largest harmonic mean of precision and recall over
+        all thresholds: confidences drift during a training, which would move F1 at a fixed
+        threshold. `threshold`, `precision` and `recall` are the values at that maximum. If there
+        are several kinds of pairs, keys such as `f1_zoomed` give the F1 of one kind.
+        `matches_negative` is the mean number of matches above `threshold` in pairs without any true
+        match. `pairs` is the number of pairs.
         """
-        # Add up each kind of pairs, by the network as it is used for matching.
+        # Compute as in matching: BatchNorm with its running statistics.
         model = objective.model
         was_training = model.training
         model.eval()
@@ -174,7 +188,7 @@ class Validation:
         sums = kinds.pop(ALL)
         metrics = {name: float(sums[name] / sums["pairs"]) for name in LOSSES}
         metrics.update(find_best_f1(sums), pairs=float(sums["pairs"]))
-        # Add the metrics of each kind; `first` is the first bin above the threshold.
+        # The first bin above the threshold
         first = round(metrics["threshold"] * CONFIDENCE_BINS)
         for kind, kind_sums in kinds.items() if len(kinds) > 1 else ():
             if kind == "negative":
@@ -187,8 +201,8 @@ class Validation:
     def compute_ratio_test_f1(self, objective: MatchingObjective) -> float:
         """Return the largest F1 of the ratio test on the same pairs: the baseline of a training.
 
-        Matches are mutual nearest neighbours, with the confidence 1 - nearest / second nearest
-        distance (Lowe 2004). The largest F1 is over all ratios.
+        All ranks call this together. Matches are mutual nearest neighbours, with the confidence
+        1 - nearest / second nearest distance (Lowe 2004). The largest F1 is over all ratios.
         """
         return find_best_f1(
             self._sum_by_kind(lambda batch: compute_ratio_test_sums(objective, batch))[ALL]
@@ -199,7 +213,6 @@ class Validation:
 
         Each rank computes a part of the pairs. The result is the same on every rank.
         """
-        # Cut the pairs of each kind into chunks, which the ranks share.
         by_kind: Dict[str, List[Sample]] = {}
         for sample in self.samples:
             by_kind.setdefault(self._kind(sample), []).append(sample)
@@ -208,10 +221,10 @@ class Validation:
             for kind, samples in sorted(by_kind.items())
             for start in range(0, len(samples), CHUNK)
         ]
-        mine = slice_for_rank(len(chunks), self.context.rank, self.context.world_size)
+        rank_part = slice_for_rank(len(chunks), self.context.rank, self.context.world_size)
         computed = [
             (kind, sums_of(part))
-            for kind, samples in chunks[mine]
+            for kind, samples in chunks[rank_part]
             for part in self._load(samples).to(self.context.device).split_by_size()[1]
         ]
         sums: Dict[str, Sums] = {ALL: {}}
@@ -227,42 +240,49 @@ class Validation:
 def choose_validation_pairs(
     train: TrainParams, store: KeypointStore, allow_training_images: bool, model: Optional[Path]
 ) -> Tuple[List[Sample], List[str]]:
-    """Choose `train.val_pairs` pairs of photographs of `store` that `model` was not trained on.
+    """Choose the validation pairs, of photographs that the initial weights were not trained on.
 
-    If there is no model, or with `allow_training_images`, all photographs count.
+    Args:
+        train: the section `train`.
+        store: the keypoints of the held-out images.
+        allow_training_images: the key of `run`. If it is True, all photographs count.
+        model: the file of the initial weights, or None.
 
     Returns:
         The pairs, and messages about what was left out and why.
 
     Raises:
-        RequestError: the model was trained on all of them.
+        RequestError: If the initial weights were trained on all of the photographs.
     """
-    # Leave out the photographs that the initial weights were trained on.
-    left = list(range(len(store)))
+    images = list(range(len(store)))
     messages = []
     if model:
-        left, message = provenance.leave_out_photographs(
+        images, message = provenance.leave_out_photographs(
             model, store.photographs, allow_training_images, str(model)
         )
         messages += [f"validation: {message}"] if message else []
-    if not left:
+    if not images:
         raise RequestError(
             f"{model}: was trained on all of the {len(store)} validation photographs; validate on"
             ' others (fetch.val_path), train from scratch (train.init_from: ""), or keep them with'
             " run.allow_training_images: true"
         )
     # Draw pairs among the photographs that are left, and number them as in the store.
-    pairs = draw_validation_pairs(train.seed, len(left), store.views_per_image, train.val_pairs)
-    return [pair._replace(image=left[pair.image]) for pair in pairs], messages
+    pairs = draw_validation_pairs(train.seed, len(images), store.views_per_image, train.val_pairs)
+    return [pair._replace(image=images[pair.image]) for pair in pairs], messages
 
 
 @torch.no_grad()
 def compute_network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
-    """Compute the sums of a batch from which the metrics of any set of batches follow.
+    """Compute sums over a batch. From those of several batches follow their common metrics.
+
+    Args:
+        objective: the network with its loss.
+        batch: the pairs, with `H_0to1`.
 
     Returns:
-        Arrays (): the number of pairs, the number of `true` matches, and the sums of the losses of
-        `MatchingObjective.forward`, which are float64. Also the histograms of `count_matches`.
+        Arrays by name: `pairs`, (), the number of pairs; the sums of LOSSES, () float64 each; and
+        the values of `count_matches`.
     """
     log_P = objective.model(batch)
     truth = find_true_matches(batch, POSITIVE_PX, NEGATIVE_PX)
@@ -277,19 +297,26 @@ def compute_network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums
 
 @torch.no_grad()
 def compute_ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
-    """Return `count_matches` of the ratio test, on the same descriptors as the network gets."""
+    """Return `count_matches` of the ratio test, on the same descriptors as the network gets.
+
+    Args:
+        objective: the network, whose configuration says what the descriptors are.
+        batch: the pairs, with `H_0to1`.
+    """
     batch = choose_orientations(batch)
     kind = objective.model.config.descriptor
-    both = (batch.descriptors0, batch.descriptors1)
-    units = [normalize_descriptors(descriptors, kind).cpu().numpy() for descriptors in both]
+    both_descriptors = (batch.descriptors0, batch.descriptors1)
+    units = [
+        normalize_descriptors(descriptors, kind).cpu().numpy() for descriptors in both_descriptors
+    ]
     truth = find_true_matches(batch, POSITIVE_PX, NEGATIVE_PX)
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, dtype=torch.float32, device=batch.device)
-    for i, (m, n) in enumerate(batch.counts.tolist()):
-        # M and n are the numbers of real keypoints of this pair. The rest is padding.
-        nearest, mutual = match_nearest(units[0][i, :m], units[1][i, :n])
-        dense = nearest.only(mutual).to_dense(m)
-        matches[i, :m], scores[i, :m] = map(torch.from_numpy, dense)
+    # The counts are those of real keypoints, without padding.
+    for index, (count0, count1) in enumerate(batch.counts.tolist()):
+        nearest, is_mutual = match_nearest(units[0][index, :count0], units[1][index, :count1])
+        dense = nearest.only(is_mutual).to_dense(count0)
+        matches[index, :count0], scores[index, :count0] = map(torch.from_numpy, dense)
     return count_matches(matches, scores, truth)
 
 
@@ -297,26 +324,31 @@ def count_matches(matches0: Tensor, scores: Tensor, truth: Truth) -> Sums:
     """Count the true matches, and the mutual matches by confidence.
 
     Args:
-        matches0, scores: (B, M), the matches of the keypoints of image 0, -1 where there is none,
-            and their confidence.
+        matches0: (B, M) int64, the match of each keypoint of image 0, or -1.
+        scores: (B, M), the confidence of each match, from 0 to 1.
+        truth: ground truth of the batch.
 
     Returns:
-        `true`, () int64, the number of true matches, and two histograms over the confidence,
-        (CONFIDENCE_BINS,) int64. `predicted` counts matches whose keypoint in image 0 the truth
-        does not ignore. `correct` counts matches that equal the truth.
+        Arrays by name: `true`, () int64, the number of true matches, and two histograms over the
+        confidence, (CONFIDENCE_BINS,) int64. `predicted` counts matches whose keypoint in image 0
+        the truth does not ignore. `correct` counts matches that equal the truth.
     """
-    counted = (matches0 >= 0) & (truth.matches0 != IGNORED)
-    counted_rows = {"predicted": counted, "correct": counted & (matches0 == truth.matches0)}
+    is_counted = (matches0 >= 0) & (truth.matches0 != IGNORED)
+    masks = {"predicted": is_counted, "correct": is_counted & (matches0 == truth.matches0)}
     histograms = {
-        name: np.histogram(scores[rows].float().cpu().numpy(), CONFIDENCE_BINS, (0.0, 1.0))[0]
-        for name, rows in counted_rows.items()
+        name: np.histogram(scores[mask].float().cpu().numpy(), CONFIDENCE_BINS, (0.0, 1.0))[0]
+        for name, mask in masks.items()
     }
     return {"true": (truth.matches0 >= 0).sum().cpu().numpy(), **histograms}
 
 
 def find_best_f1(sums: Sums) -> Metrics:
-    """Return the largest F1 over all thresholds, with its precision, recall and threshold."""
-    # (CONFIDENCE_BINS,): how many matches there are from the lower edge of each bin upwards
+    """Return the largest F1 over all thresholds, with its precision, recall and threshold.
+
+    Args:
+        sums: the values of `count_matches`, or their sums over several batches.
+    """
+    # (CONFIDENCE_BINS,): numbers of matches from the lower edge of each bin upwards
     correct, predicted = (np.cumsum(sums[name][::-1])[::-1] for name in ("correct", "predicted"))
     precision = correct / np.maximum(predicted, 1.0)
     recall = correct / max(float(sums["true"]), 1.0)

@@ -1,10 +1,10 @@
 """Choose the optimizer of a training, its learning rate, and the precision of the network's layers.
 
-Muon (Jordan et al. 2024) steps along the orthogonalized momentum of a matrix, scaled to the size of
-Adam's step (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate serves the
-matrices of the attention layers and, by Adam, everything else. torch's version (from 2.9 on)
-computes in bfloat16 and for whole parameters. This one is float32, and splits stacked parameters
-such as query, key and value.
+Muon (Jordan et al. 2024) takes steps along the orthogonalized momentum of a matrix. They have the
+size of Adam's steps (Liu et al. 2025, arXiv 2502.16982, section 2.2), so one learning rate serves
+the matrices of the attention layers and all other parameters, which Adam optimizes. The version of
+torch (from 2.9 on) computes in bfloat16, and orthogonalizes whole parameters. This one computes in
+float32, and splits stacked parameters such as query, key and value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from pipeline import distributed
+from pipeline import distributed, provenance
 from pipeline.errors import RequestError
 from pipeline.params import RunParams, TrainParams
 from superglue_sift import torch_compat
@@ -31,7 +31,7 @@ DECAY = math.exp(-0.4)
 # end between 0.7 and 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-ADAM_RMS = 0.2  # root mean square of a typical step of Adam, divided by its learning rate
+ADAM_RMS = 0.2  # Root mean square of a typical step of Adam, divided by its learning rate
 MOMENTUM = 0.95
 BETAS = (0.9, 0.999)
 EPS = 1e-8
@@ -41,12 +41,12 @@ AMPERE = (8, 0)
 VOLTA = (7, 0)
 PORTABLE = "portable"
 
-FOREACH: Any = torch  # the stubs lack its operators over lists of tensors
+FOREACH: Any = torch  # The stubs lack its operators over lists of tensors
 
-Parameters = List[Any]  # each has a gradient, which the stubs do not know
+Parameters = List[Any]  # Each has a gradient, which the stubs do not know
 # Type of a device, the precisions that are fast on it, and a reason.
 Abilities = Tuple[str, Tuple[str, ...], str]
-Precision = Tuple[str, str]  # "float32", "bfloat16" or "float16", and why it was chosen
+Precision = Tuple[str, str]  # A precision (float32, bfloat16 or float16), and why it was chosen
 
 
 def compute_learning_rate(
@@ -54,10 +54,16 @@ def compute_learning_rate(
 ) -> float:
     """Return the learning rate of global step 0, 1, 2, ..., a function of the step alone.
 
-    It starts with a linear warm-up over `warmup_steps`. The schedule `constant_decay` is the one of
-    the paper: constant, then exponential from `decay_start` on. `cosine` falls to 0 at the last
-    step. `wsd` is constant until `decay_start`, then falls linearly to 0. `run.lr_scaling` scales
-    the rate with the number of processes (linear: Goyal 2017), for `run.batch_per_rank`.
+    The rate begins with a linear warm-up over `warmup_steps`. The schedule `constant_decay` is the
+    one of the paper: constant, then exponential from `decay_start` on. `cosine` falls to 0 at the
+    last step. `wsd` is constant until `decay_start`, then falls linearly to 0. `run.lr_scaling`
+    scales the rate with the number of processes (linear: Goyal 2017), for `run.batch_per_rank`.
+
+    Args:
+        train: the section `train`.
+        run: the section `run`.
+        step: number of steps so far.
+        world_size: number of processes.
     """
     scales = {"none": 1.0, "linear": world_size, "sqrt": math.sqrt(world_size)}
     lr = train.lr * scales[run.lr_scaling]
@@ -72,10 +78,14 @@ def compute_learning_rate(
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> List[str]:
-    """Freeze the parameters whose names match one of the shell-style `patterns`.
+    """Freeze the parameters whose names match one of the patterns.
+
+    Args:
+        model: the network, whose parameters change.
+        patterns: patterns of names, as a shell has them for files.
 
     Returns:
-        Their names, sorted.
+        The names of the frozen parameters, sorted.
 
     Raises:
         RequestError: If a pattern matches no parameter.
@@ -85,9 +95,9 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> List[str]:
     for pattern in patterns:
         matching = fnmatch.filter(parameters, pattern)
         if not matching:
-            some = ", ".join(list(parameters)[:3])
+            examples = ", ".join(list(parameters)[:3])
             raise RequestError(
-                f"train.freeze: {pattern!r} fits no parameter; names look like {some}"
+                f"train.freeze: {pattern!r} fits no parameter; names look like {examples}"
             )
         frozen.update(matching)
     for name in frozen:
@@ -113,7 +123,7 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
 
 
 def collect_optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
-    """Return the optimizer's state as named tensors. A name is `<parameter index>.<name>`."""
+    """Return the state of an optimizer as tensors. A name is `<index of parameter>.<name>`."""
     return {
         f"{index}.{name}": torch.as_tensor(value)
         for index, values in optimizer.state_dict()["state"].items()
@@ -123,7 +133,7 @@ def collect_optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Ten
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tensor]) -> None:
-    """Restore the state that `collect_optimizer_tensors` returned."""
+    """Set the state of an optimizer to what `collect_optimizer_tensors` returned."""
     state: Dict[int, dict] = {}
     for key, tensor in tensors.items():
         index, name = key.split(".", 1)
@@ -153,7 +163,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 def cut_into_blocks(matrix: Tensor, width: int) -> Tensor:
     """Cut matrices (..., A, B), whose sides `width` divides, into squares (K, width, width)."""
-    # (..., A, B) to (..., rows, width, columns, width)
+    # (..., rows, width, columns, width)
     cut = matrix.unflatten(-1, (-1, width)).unflatten(-3, (-1, width))
     return cut.transpose(-3, -2).reshape(-1, width, width)
 
@@ -172,12 +182,14 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, model: SuperGlue, lr: float) -> None:
-        self.width = model.config.dim  # the matrices of the layers consist of squares of this side
-        kinds: Dict[bool, List[nn.Parameter]] = {True: [], False: []}
+        self.width = model.config.dim  # The matrices of the layers consist of squares of this side
+        groups_by_method: Dict[bool, List[nn.Parameter]] = {True: [], False: []}
         for name, p in model.named_parameters():
             if p.requires_grad:
-                kinds["attention" in name and p.ndim == 2].append(p)
-        groups = [{"params": params, "muon": muon} for muon, params in kinds.items() if params]
+                groups_by_method["attention" in name and p.ndim == 2].append(p)
+        groups = [
+            {"params": params, "muon": muon} for muon, params in groups_by_method.items() if params
+        ]
         super().__init__(groups, {"lr": lr})
 
     @torch.no_grad()
@@ -195,27 +207,26 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             by_shape.setdefault(p.shape, []).append(p)
-        # Add Nesterov's momentum, and cut it into squares.
         momenta = [self.state[p]["momentum_buffer"] for p in parameters]
         torch_compat.interpolate_in_place(momenta, [p.grad for p in parameters], 1 - MOMENTUM)
         directions = []
-        for alike in by_shape.values():  # one group for each shape needs fewer kernel launches
-            buffers = torch.stack([self.state[p]["momentum_buffer"] for p in alike])
-            nesterov = torch.stack([p.grad for p in alike]).lerp_(buffers, MOMENTUM)
+        # One stack for each shape needs fewer launches of kernels.
+        for same_shape in by_shape.values():
+            buffers = torch.stack([self.state[p]["momentum_buffer"] for p in same_shape])
+            nesterov = torch.stack([p.grad for p in same_shape]).lerp_(buffers, MOMENTUM)
             directions.append(cut_into_blocks(nesterov, self.width))
         # (K, width, width): the squares of all shapes together. Each rank orthogonalizes a part.
         steps = distributed.map_rows_over_ranks(orthogonalize, torch.cat(directions))
         sizes = [len(squares) for squares in directions]
-        for alike, squares in zip(by_shape.values(), steps.split(sizes)):
-            updates = join_blocks(squares, torch.Size((len(alike), *alike[0].shape)))
+        for same_shape, squares in zip(by_shape.values(), steps.split(sizes)):
+            updates = join_blocks(squares, torch.Size((len(same_shape), *same_shape[0].shape)))
             FOREACH._foreach_add_(
-                alike, list(updates.unbind()), alpha=-lr * ADAM_RMS * math.sqrt(self.width)
+                same_shape, list(updates.unbind()), alpha=-lr * ADAM_RMS * math.sqrt(self.width)
             )
 
     def _step_adam(self, parameters: Parameters, lr: float) -> None:
         gradients = [p.grad for p in parameters]
         states = [self.state[p] for p in parameters]
-        # Update the first and second moments of Adam.
         for p, state in zip(parameters, states):
             if not state:
                 state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
@@ -229,9 +240,9 @@ class Muon(torch.optim.Optimizer):
             squares, [1 - BETAS[1] ** state["step"] for state in states]
         )
         # Take the roots in one tensor: the bits of `_foreach_sqrt_` differ between processors.
-        roots = sqrt(torch.cat([each.flatten() for each in denominators]))
-        parts = roots.split([each.numel() for each in denominators])
-        denominators = [part.view_as(each) for part, each in zip(parts, denominators)]
+        roots = sqrt(torch.cat([denominator.flatten() for denominator in denominators]))
+        parts = roots.split([denominator.numel() for denominator in denominators])
+        denominators = [part.view_as(denominator) for part, denominator in zip(parts, denominators)]
         FOREACH._foreach_add_(denominators, EPS)
         FOREACH._foreach_addcdiv_(
             parameters,
@@ -242,12 +253,11 @@ class Muon(torch.optim.Optimizer):
 
 
 def detect_abilities(device: torch.device) -> Abilities:
-    """Return the type of a device, the precisions that are fast on it, the best first, and why."""
+    """Return the type of a device, the precisions that are fast on it (the best first), and why."""
     if device.type == "cpu":
         # AMX multiplies bfloat16 faster than float32. Vector units (AVX512) do so on some
-        # processors and take 1.65 times as long on others. This is a rule and no measurement at the
-        # start: on a busy machine a measurement comes out differently each time, and so would the
-        # weights.
+        # processors, and on others bfloat16 takes 1.65 times as long. The choice follows a rule. A
+        # measurement would give another result each time on a busy machine, and so other weights.
         if torch_compat.has_amx():
             return "cpu", ("bfloat16", "float32"), "this CPU has AMX"
         return "cpu", ("float32",), "this CPU, or this torch, has no AMX"
@@ -258,35 +268,45 @@ def detect_abilities(device: torch.device) -> Abilities:
     return device.type, ("float16", "float32") if capability >= VOLTA else ("float32",), reason
 
 
-def choose_precision(asked: str, ranks: Sequence[Abilities]) -> Precision:
-    """Return what `train.precision` means on the devices of all ranks, and why.
+def get_device_name(device: torch.device) -> str:
+    """Return the model of a GPU or of the processor, on which rounding depends."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return provenance.read_processor()
 
-    It is one precision, because the ranks compute one gradient: `auto` is the best that is fast on
-    every device.
+
+def choose_precision(precision: str, abilities: Sequence[Abilities]) -> Precision:
+    """Return the precision in which the ranks compute, and why.
+
+    All ranks have one precision, because they compute one gradient. For "auto" it is the best one
+    that is fast on every device.
 
     Args:
-        asked: "auto", "portable", "float32", "bfloat16" or "float16".
-        ranks: `detect_abilities` of the device of each rank.
+        precision: the key `train.precision`: "auto", "portable", "float32", "bfloat16" or
+            "float16".
+        abilities: `detect_abilities` of the device of each rank.
 
     Raises:
-        RequestError: bfloat16 was asked for, and a rank has a GPU before Ampere.
+        RequestError: If `precision` is "bfloat16", and a rank has a GPU before Ampere.
     """
-    types = {kind for kind, _, _ in ranks}
-    if asked == PORTABLE:
-        same = "x86-64 processor with AVX2" if types == {"cpu"} else "GPU of this kind"
-        return "float32", f"portable: the same bytes on every {same}"
-    if asked == "float16" and "cpu" in types:
+    device_types = {device_type for device_type, _, _ in abilities}
+    if precision == PORTABLE:
+        machines = "x86-64 processor with AVX2" if device_types == {"cpu"} else "GPU of this kind"
+        return "float32", f"portable: the same bytes on every {machines}"
+    if precision == "float16" and "cpu" in device_types:
         return "float32", "train.precision: float16 does nothing on a CPU; set auto"
-    if asked == "bfloat16":
-        for rank, (kind, fast, reason) in enumerate(ranks):
-            if kind != "cpu" and asked not in fast:
+    if precision == "bfloat16":
+        for rank, (device_type, fast, reason) in enumerate(abilities):
+            if device_type != "cpu" and precision not in fast:
                 raise RequestError(
                     "train.precision: bfloat16 needs a GPU of compute capability 8.0 (Ampere) or"
                     f" newer, that of rank {rank} has {reason}: set float16, or auto"
                 )
-    if asked != "auto":
-        return asked, "as train.precision asks"
-    common = [name for name in ranks[0][1] if all(name in fast for _, fast, _ in ranks)]
-    reasons = list(dict.fromkeys(reason for _, _, reason in ranks))
-    shared = ", the best of all ranks" if len(reasons) > 1 else ""
-    return common[0], f"auto: {', '.join(reasons)}{shared}"
+    if precision != "auto":
+        return precision, "as train.precision asks"
+    common_precisions = [
+        name for name in abilities[0][1] if all(name in fast for _, fast, _ in abilities)
+    ]
+    reasons = list(dict.fromkeys(reason for _, _, reason in abilities))
+    best_of_all = ", the best of all ranks" if len(reasons) > 1 else ""
+    return common_precisions[0], f"auto: {', '.join(reasons)}{best_of_all}"

@@ -16,44 +16,47 @@ from pipeline import distributed, provenance, tracking, workers
 from pipeline.errors import STOPPED, RequestError, WorkError
 from pipeline.keypoints.store import KeypointStore
 from pipeline.params import Params, TrainParams
-from pipeline.train import checkpoint, log
+from pipeline.train import build, checkpoint, log
 from pipeline.train.augmentation import Augmentation
-from pipeline.train.build import (
-    build_objective_and_state,
-    count_pairs_per_step,
-    load_initial_weights,
-    make_network,
-    read_initial_model,
-)
-from pipeline.train.checkpoint import Info, Metrics, Saved, Tensors, TrainState
+from pipeline.train.checkpoint import Info, Metrics, Saved, Tensors
 from pipeline.train.data import Sample, StepBatches
 from pipeline.train.log import TrainingLogger
 from pipeline.train.loss import Validation, choose_validation_pairs
-from pipeline.train.optimizer import choose_precision, compute_learning_rate, detect_abilities
+from pipeline.train.optimizer import (
+    choose_precision,
+    compute_learning_rate,
+    detect_abilities,
+    get_device_name,
+)
 from superglue_sift.files import compute_json_digest
 from superglue_sift.network.batch import PairBatch
 
-CLIP_NORM = 1.0  # largest norm of the gradient, so that no single batch moves the weights far
-MAX_SKIPPED = 20  # more steps without a finite gradient mean that the training diverges
-# Fewest photographs to choose a threshold from. With fewer it is noise, and the threshold of the
-# initial weights is kept.
+CLIP_NORM = 1.0  # Largest norm of the gradient, so that no single batch moves the weights far
+MAX_SKIPPED = 20  # More steps without a finite gradient mean that the training diverges
+# Smallest number of photographs to choose a threshold from. With fewer, noise would choose it, and
+# the threshold of the initial weights is taken.
 MIN_IMAGES = 16
-# Largest relative difference between the weights of ranks on unlike devices
-DRIFT = 0.01
-NAMED_PAIRS = 8  # largest number of pairs that the line about a skipped step names
+NAMED_PAIRS = 8  # Largest number of pairs that the line about a skipped step names
 
 
 # --- open the data, and check a request
 
 
 class TrainingData(NamedTuple):
-    """What a training reads."""
+    """What a training reads.
+
+    Attributes:
+        store: the keypoints to train on.
+        validation: the validation pairs.
+        photographs: identifiers of the photographs of this training and of its initial weights, or
+            None if they are not known.
+        messages: lines to print.
+    """
 
     store: KeypointStore
     validation: Validation
-    # The photographs of this training and of its initial weights, or None if they are not known.
     photographs: Optional[FrozenSet[str]]
-    messages: List[str]  # lines to print
+    messages: List[str]
 
 
 def open_data(
@@ -61,32 +64,46 @@ def open_data(
 ) -> TrainingData:
     """Open the stores of keypoints, and choose the validation pairs.
 
-    `args` is the command line. Raises RequestError if the keypoints or the initial weights do not
-    fit, or if no validation pair is left.
+    Args:
+        args: the command line.
+        sections: the sections of params.yaml.
+        context: this process among the ranks.
+
+    Raises:
+        RequestError: If the keypoints or the initial weights do not fit, or if no validation pair
+            is left.
     """
     train = sections.train
-    how = "all" if args.verify else "sample"
-    store, held_out = (KeypointStore(args.keypoints / split, how) for split in ("train", "val"))
+    verify = "all" if args.verify else "sample"
+    store, held_out = (KeypointStore(args.keypoints / split, verify) for split in ("train", "val"))
     check_keypoints(train, store)
-    # Validate on photographs that the initial weights were not trained on.
     initial = Path(train.init_from) if train.init_from else None
     if initial:
-        read_initial_model(initial)
+        build.read_initial_model(initial)
     samples, messages = choose_validation_pairs(
         train, held_out, sections.run.allow_training_images, initial
     )
     validation = Validation(
         held_out, samples, train.max_keypoints, context, Augmentation.from_parameters(train)
     )
-    # Join the photographs of this training and of the initial weights, if both are known.
-    names = frozenset(store.photographs) - {""}
-    before = provenance.read_photographs(initial) if initial else frozenset()
-    photographs = names | before if names and before is not None else None
+    # The weights have seen the photographs of this training and of the initial weights.
+    photographs: Optional[FrozenSet[str]] = frozenset(store.photographs) - {""} or None
+    if initial and photographs:
+        initial_photographs = provenance.read_photographs(initial)
+        photographs = None if initial_photographs is None else photographs | initial_photographs
     return TrainingData(store, validation, photographs, messages)
 
 
 def check_keypoints(train: TrainParams, store: KeypointStore) -> None:
-    """Raise RequestError if the keypoints of `store` lack what the training needs."""
+    """Check that the keypoints have what the training needs.
+
+    Args:
+        train: the section `train`.
+        store: the keypoints.
+
+    Raises:
+        RequestError: If a key needs scales and angles, and the keypoints have none.
+    """
     keys = [name for name in ("neighbours", "rotation_deg", "zoom") if getattr(train, name)]
     if keys and not store.scale_angle:
         raise RequestError(
@@ -97,6 +114,11 @@ def check_keypoints(train: TrainParams, store: KeypointStore) -> None:
 
 def check_request(args: argparse.Namespace, sections: Params, world_size: int) -> None:
     """Check a request before any process starts, without building a training.
+
+    Args:
+        args: the command line.
+        sections: the sections of params.yaml.
+        world_size: number of processes.
 
     Raises:
         RequestError: If the stores, the initial weights or the checkpoint to continue do not fit.
@@ -110,7 +132,7 @@ def check_request(args: argparse.Namespace, sections: Params, world_size: int) -
 
 
 def fingerprint_training(sections: Params, data: TrainingData, world_size: int) -> Info:
-    """Return what tells this training from another, see `checkpoint.make_fingerprint`."""
+    """Return what tells a training from another, as `checkpoint.make_fingerprint` describes."""
     return checkpoint.make_fingerprint(
         sections.train, sections.run, data.store.digest, data.validation.digest, world_size
     )
@@ -135,39 +157,42 @@ def train_step(
 
     Args:
         objective: MatchingObjective, in DistributedDataParallel if there are several processes.
+        optimizer: what changes the weights.
         scaler: torch's GradScaler, enabled for float16 only.
         micro_batches: one or more PairBatches, on the device. Gradients are exchanged with the
             last.
         pairs: number of pairs in this step over all ranks and micro-batches.
+        world_size: number of ranks.
 
     Returns:
-        This rank's sums by name (see MatchingObjective), with its number of `pairs`. Then the norm
-        of the gradient before clipping. The gradient was applied if this norm is finite. Then the
-        loss of each of this rank's pairs, (B,), which is on the device and not read.
+        Three values. The first has this rank's sums of the values of `MatchingObjective.forward`,
+        by name, and its number of `pairs`. The second is the norm of the gradient before clipping.
+        The gradient was applied if this norm is finite. The third, (B,), is the loss of each of
+        this rank's pairs. It stays on the device, and is not read.
     """
-    # The running statistics of `norm: batch`. A gradient that is not finite must not change them.
+    # A gradient that is not finite must not change the running statistics of `norm: batch`.
     statistics = [b for b in objective.buffers() if b.is_floating_point()]
-    before = [b.clone() for b in statistics]
+    saved_statistics = [b.clone() for b in statistics]
     for wait in _list_attempts(micro_batches[0].device):
         weight = world_size / pairs
         names, totals, losses = compute_clipped_gradient(
             objective, optimizer, scaler, micro_batches, weight, wait
         )
-        grad_norm, *sums = totals.tolist()  # the only device-to-host synchronization of a step
+        grad_norm, *sums = totals.tolist()  # The only device-to-host synchronization of a step
         # The norm is taken after the exchange of gradients, so all ranks decide alike.
         if math.isfinite(grad_norm):
-            optimizer.step()  # `scaler.step` would wait for the GPU once more
+            optimizer.step()  # Method `scaler.step` would wait for the GPU once more
             scaler.update()
             break
-        for statistic, old in zip(statistics, before):
-            statistic.copy_(old)
+        for statistic, saved in zip(statistics, saved_statistics):
+            statistic.copy_(saved)
         scaler.update()
     pairs_here = sum(len(batch) for batch in micro_batches)
     return {**dict(zip(names, sums)), "pairs": float(pairs_here)}, grad_norm, losses
 
 
 def _list_attempts(device: torch.device) -> Tuple[bool, ...]:
-    """Return `wait` of each attempt. A GPU waits only if the first gradient is not finite."""
+    """Return whether each attempt at a step waits. On a GPU only the second attempt does."""
     return (True,) if device.type == "cpu" else (False, True)
 
 
@@ -181,70 +206,39 @@ def compute_clipped_gradient(
 ) -> Tuple[List[str], Tensor, Tensor]:
     """Compute the gradient of the sum of all losses, times `weight`, and clip it.
 
+    Args:
+        objective: MatchingObjective, in DistributedDataParallel if there are several processes.
+        optimizer: has the parameters, whose gradients are set.
+        scaler: torch's GradScaler, enabled for float16 only.
+        micro_batches: one or more PairBatches, on the device.
+        weight: factor of the losses.
+        wait: as in `MatchingObjective.forward`.
+
     Returns:
-        The names of the V values of a pair (see MatchingObjective). Then a tensor (1 + V,) float64:
-        the norm of the gradient before clipping, and the sum of each value over all pairs. Then the
-        loss of each pair, (B,).
+        Three values. The first has the names of the V values of a pair (`MatchingObjective`). The
+        second is (1 + V,) float64: the norm of the gradient before clipping, and the sum of each
+        value over all pairs. The third, (B,), is the loss of each pair.
     """
     optimizer.zero_grad()
-    values = []  # the values of each micro-batch, by name
+    values = []  # The values of each micro-batch, by name
     no_sync = getattr(objective, "no_sync", contextlib.nullcontext)
-    for number, batch in enumerate(micro_batches, 1):
-        last = number == len(micro_batches)
+    for position, batch in enumerate(micro_batches, 1):
+        is_last = position == len(micro_batches)
         # Only the last micro-batch exchanges gradients between the ranks.
-        with contextlib.nullcontext() if last else no_sync():
-            total, own = objective(batch, wait)
+        with contextlib.nullcontext() if is_last else no_sync():
+            total, pair_values = objective(batch, wait)
             scaler.scale(total.sum() * weight).backward()
-        values.append(own)
+        values.append(pair_values)
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
-    # Join all micro-batches to one tensor (V, B), so that the host reads the GPU once.
+    # (V, B): one tensor for all micro-batches, so that the host reads the GPU once
     names = list(values[0])
-    joined = torch.cat([own[name] for name in names for own in values]).view(len(names), -1)
+    joined = torch.cat([pair_values[name] for name in names for pair_values in values]).view(
+        len(names), -1
+    )
     totals = torch.cat([norm.reshape(1), joined.sum(1)]).double()
     return names, totals, joined[names.index("loss")]
-
-
-def get_device_name(device: torch.device) -> str:
-    """Return the model of a GPU or of the processor, on which rounding depends."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return provenance.read_processor()
-
-
-def align_and_check_replicas(state: TrainState, is_main: bool, alike: bool = True) -> None:
-    """Check that all ranks have the same weights and the same state of the optimizer, to the bit.
-
-    All ranks call this together, before anything of a step is saved. If they differ, raises
-    WorkError on rank 0, which names the ranks, and SystemExit on the other ranks.
-
-    If the devices of the ranks are not `alike`, they round differently. Then rank 0's values
-    replace those of the other ranks, and only a difference above DRIFT is an error.
-    """
-    far = False
-    if not alike:
-        far = distributed.copy_from_main(state.model.state_dict()) > DRIFT
-        distributed.copy_from_main(state.collect_changing_tensors())
-    digests = state.compute_digests()
-    if far:
-        digests["weights"] = "far from those of rank 0"
-    ranks = distributed.all_gather(digests)
-    for part in ranks[0]:
-        digests = [digests[part] for digests in ranks]
-        # Where two ranks disagree, rank 0's digest counts as the common one.
-        common = max(digests, key=digests.count)
-        others = [str(rank) for rank, digest in enumerate(digests) if digest != common]
-        if others and not is_main:
-            raise SystemExit(1)
-        if others:
-            several = len(others) > 1
-            who = f"ranks {' and '.join(others)}" if several else f"rank {others[0]}"
-            raise WorkError(
-                f"step {state.step}: {who} of {len(ranks)} {'have' if several else 'has'} other"
-                f" {part} than most ranks, so nothing of this step is saved; the same command"
-                " resumes from the newest checkpoint"
-            )
 
 
 # --- one rank of a training
@@ -258,53 +252,70 @@ def train(
     Args:
         args: the command line.
         sections: the sections of params.yaml.
+        context: this process among the ranks.
+        stop: the request to stop, which a signal makes.
 
     Returns:
-        0, or 143 after a signal.
+        The exit code: 0, or 143 after a signal.
 
     Raises:
-        RequestError: the request does not fit the data, a checkpoint or the other ranks, or another
-            training writes in a folder.
-        WorkError: memory does not suffice, the training diverges, or the ranks have come apart.
+        RequestError: If the request does not fit the data, a checkpoint or the other ranks, or if
+            another training writes into a folder.
+        WorkError: If memory does not suffice, if the training diverges, or if the ranks differ.
     """
     data = open_data(args, sections, context)
-    identity = fingerprint_training(sections, data, context.world_size)
-    # All ranks must have the same request, and the same code.
-    request = {**identity, **sections.run.model_dump(), **provenance.compute_code_digests("train")}
+    fingerprint = fingerprint_training(sections, data, context.world_size)
+    request = {
+        **fingerprint,
+        **sections.run.model_dump(),
+        **provenance.compute_code_digests("train"),
+    }
     checkpoint.check_ranks_agree(request, context.is_main)
-    # One rank writes in each folder, and no other training does. Nodes may share a folder or not.
+    # One rank writes into each folder, and no other training does. Nodes may share a folder or not.
     seconds = distributed.START_SECONDS if checkpoint.is_restart() else 0
-    out = distributed.lock_folder(args.out, context, seconds)
-    reports = distributed.lock_folder(args.reports, context, seconds)
-    with out as writes, reports as reports_here:
-        folder = checkpoint.find_folder(args, identity)
+    out_lock = distributed.lock_folder(args.out, context, seconds)
+    reports_lock = distributed.lock_folder(args.reports, context, seconds)
+    with out_lock as is_writer, reports_lock as writes_reports:
+        folder = checkpoint.find_folder(args, fingerprint)
         finished = None
         if not checkpoint.is_fresh(args):
             finished = distributed.run_on_main(
-                lambda: checkpoint.find_finished_training(args, folder, identity), context.is_main
+                lambda: checkpoint.find_finished_training(args, folder, fingerprint),
+                context.is_main,
             )
         if finished:
             if context.is_main:
                 publish_finished(args, folder, finished)
             return 0
-        saved = checkpoint.load_start(args, folder, identity, writes)
+        saved = checkpoint.load_start(args, folder, fingerprint, is_writer)
         if context.is_main and not saved:
-            data.messages.append(checkpoint.find_related_training(args.out, identity))
-        training = Training(args, sections, context, stop, data, folder, writes, saved)
-        return training.run(saved, reports_here)
+            data.messages.append(checkpoint.find_related_training(args.out, fingerprint))
+        training = Training(args, sections, context, stop, data, folder, is_writer, saved)
+        return training.run(saved, writes_reports)
 
 
 def print_validation(
     args: argparse.Namespace, sections: Params, context: distributed.Context
 ) -> int:
-    """Print the metrics of the model `train.init_from`. Return 0."""
+    """Print the metrics of the model `train.init_from`. Return the exit code, 0.
+
+    Args:
+        args: the command line.
+        sections: the sections of params.yaml.
+        context: this process among the ranks.
+
+    Raises:
+        RequestError: If the keypoints or the model do not fit.
+    """
     train = sections.train
     data = open_data(args, sections, context)
-    model = make_network(train, sections.run, context, data.store)
-    _, _, messages = load_initial_weights(model, train.init_from)
+    model = build.make_network(train, sections.run, context, data.store)
+    _, _, messages = build.load_initial_weights(model, train.init_from)
     abilities = distributed.all_gather(detect_abilities(context.device))
     precision, reason = choose_precision(train.precision, abilities)
-    objective, _, _ = build_objective_and_state(model, train, sections.run, context, precision)
+    objective, _, _ = build.build_objective_and_state(
+        model, train, sections.run, context, precision
+    )
     metrics = data.validation.compute_metrics(objective)
     if context.is_main:
         figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -314,10 +325,12 @@ def print_validation(
 
 
 def publish_finished(args: argparse.Namespace, folder: Path, best: Info) -> None:
-    """Publish a training that is finished already, and say so.
+    """Publish the model, the curves and the metrics of a training that is finished, and say so.
 
-    `best` is the description of its best model. `folder` may be missing if `args.out` has that
-    model.
+    Args:
+        args: the command line.
+        folder: the folder of the training. It may be missing if `args.out` has the best model.
+        best: the description of the best model.
     """
     if folder.is_dir():
         checkpoint.publish_best(folder, args.out)
@@ -341,12 +354,17 @@ class Training:
     """One rank of one training. It trains on the views of one store and validates on another.
 
     Args:
+        args: the command line.
+        sections: the sections of params.yaml.
+        context: this process among the ranks.
+        stop: the request to stop, which a signal makes.
+        data: what the training reads.
         folder: where its checkpoints are.
-        writes: whether this rank writes there.
+        is_writer: whether this rank writes there.
         saved: the checkpoint that it starts from, or None.
     """
 
-    logger: TrainingLogger  # set by `run`, which also ends it
+    logger: TrainingLogger  # Set by `run`, which also ends it
 
     def __init__(
         self,
@@ -356,10 +374,10 @@ class Training:
         stop: workers.Stop,
         data: TrainingData,
         folder: Path,
-        writes: bool,
+        is_writer: bool,
         saved: Optional[Saved],
     ) -> None:
-        # What is asked for
+        # The request
         self.args = args
         self.sections = sections
         self.train = sections.train
@@ -370,13 +388,13 @@ class Training:
         self.data = data
         self.store = data.store
         self.validation = data.validation
-        self.pairs = count_pairs_per_step(self.train, self.run_params, context.world_size)
+        self.pairs = build.count_pairs_per_step(self.train, self.run_params, context.world_size)
         self.batches = StepBatches(self.train, self.run_params, self.store, self.pairs, context)
-        self.identity = fingerprint_training(sections, data, context.world_size)
-        self.name = checkpoint.name_training(self.identity)
+        self.fingerprint = fingerprint_training(sections, data, context.world_size)
+        self.name = checkpoint.name_training(self.fingerprint)
         # Where it writes
         self.folder = folder
-        self.writes = writes
+        self.is_writer = is_writer
         # What computes it. Devices may differ, and all ranks need one precision.
         abilities = distributed.all_gather(detect_abilities(context.device))
         self.precision, self.reason = choose_precision(self.train.precision, abilities)
@@ -389,34 +407,42 @@ class Training:
             **self.versions,
         }
         names = distributed.all_gather(get_device_name(context.device))
-        self.alike = len(set(names)) == 1  # whether all ranks round alike
-        self.history = [{"step": 0, **computed_by}]  # an entry for each change of these
+        self.same_devices = len(set(names)) == 1  # Then all ranks round alike
+        self.history = [{"step": 0, **computed_by}]  # One more entry for each change on resume
         # The network with its initial weights, and what trains it
-        model = make_network(self.train, self.run_params, context, self.store)
+        model = build.make_network(self.train, self.run_params, context, self.store)
         messages: List[str] = []
-        self.begins_whole = False  # whether step 0 has the model of `init_from`
+        self.starts_as_initial_model = False  # Whether step 0 has the model of `init_from`
         self.initial_threshold: Optional[float] = None
         if self.train.init_from:
-            initial = load_initial_weights(model, self.train.init_from)
-            self.begins_whole, self.initial_threshold, messages = initial
-        parts = build_objective_and_state(
+            initial = build.load_initial_weights(model, self.train.init_from)
+            self.starts_as_initial_model, self.initial_threshold, messages = initial
+        parts = build.build_objective_and_state(
             model, self.train, self.run_params, context, self.precision
         )
         self.objective, self.ddp_model, self.state = parts
         frozen = sorted(name for name, p in model.named_parameters() if not p.requires_grad)
         messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
-        if not self.alike:
+        if not self.same_devices:
             messages.append(
                 f"unlike devices ({', '.join(dict.fromkeys(names))}): rank 0's weights replace"
                 " those of the other ranks at each validation and checkpoint"
             )
         self.messages = [*messages, *data.messages]
-        self.baseline = self.validation.compute_ratio_test_f1(self.objective)  # the F1 to beat
+        self.baseline = self.validation.compute_ratio_test_f1(self.objective)  # The F1 to beat
         if saved:
             self._restore(*saved)
 
     def run(self, saved: Optional[Saved], writes_reports: bool) -> int:
-        """Train to the last step, or until a signal asks to stop. Return 0, or 143."""
+        """Train to the last step, or until a signal asks to stop.
+
+        Args:
+            saved: the checkpoint that the training starts from, or None.
+            writes_reports: whether this rank writes into the folder of reports.
+
+        Returns:
+            The exit code: 0, or 143 after a signal.
+        """
         reason = log.describe_precision(self.reason, self.history)
         lines = [f"precision: {self.precision} ({reason})", *filter(None, self.messages)]
         with TrainingLogger(
@@ -435,19 +461,19 @@ class Training:
             if not finished:
                 self.logger.log_stop(self.state)
                 return STOPPED
-            # The last step is done.
             best = self._save_and_publish_best(finished=True)
             self.logger.log_finish(best, self.train.init_from)
         return 0
 
     def _restore(self, tensors: Tensors, info: Info) -> None:
-        """Go on from a checkpoint, and print what has changed since."""
+        """Restore the state of a checkpoint, and print what has changed since."""
         state = self.state
         state.restore(tensors, info)
-        # The average of a training that is continued is over other steps.
-        first = checkpoint.compute_first_averaged_step(self.identity)
+        # In a training that continues another one, the average is over other steps.
+        first = checkpoint.compute_first_averaged_step(self.fingerprint)
         state.begin_average(
-            first, same=first == checkpoint.compute_first_averaged_step(info["fingerprint"])
+            first,
+            is_same_average=first == checkpoint.compute_first_averaged_step(info["fingerprint"]),
         )
         now = self.history[-1]
         before = info["history"][-1]
@@ -455,8 +481,8 @@ class Training:
         self.history = info["history"] + ([{**now, "step": state.step}] if changed else [])
         if self.context.is_main:
             print(f"resuming at step {state.step} of {self.train.steps}")
-            for key in checkpoint.list_changed_keys(info["fingerprint"], self.identity):
-                values = info["fingerprint"].get(key), self.identity.get(key)
+            for key in checkpoint.list_changed_keys(info["fingerprint"], self.fingerprint):
+                values = info["fingerprint"].get(key), self.fingerprint.get(key)
                 print(f"{key} changed on resume: {values[0]} -> {values[1]}")
             for key in changed:
                 values = before.get(key), now.get(key)
@@ -465,12 +491,12 @@ class Training:
                     print(f"code changed on resume: {files}")
                 else:
                     print(f"{key} changed on resume: {values[0]} -> {values[1]}")
-        # Validate the best model again if its metrics are from other pairs.
+        # Metrics on other pairs cannot be compared, so the best model is validated again.
         if state.best_weights:
             if info["fingerprint"]["validation"] != self.validation.digest:
                 metrics = self._compute_metrics_of(state.best_weights)
                 state.best_metrics = {**metrics, "f1_ratio_test": self.baseline}
-            # The published file may belong to another training.
+            # The published files may belong to another training.
             self._save_and_publish_best()
 
     # --- loop
@@ -487,27 +513,28 @@ class Training:
         save_every = self.run_params.save_every or train.val_every
         steps = range(state.step, train.steps)
         with contextlib.closing(self.batches.prefetch(steps)) as loader:
-            if state.step == 0:  # the curve begins at the initial weights
-                align_and_check_replicas(state, self.context.is_main, self.alike)
+            if state.step == 0:  # The curve begins at the initial weights
+                checkpoint.align_and_check_replicas(state, self.context.is_main, self.same_devices)
                 self._validate_and_keep_best()
             waiting = time.perf_counter()
             for micro_batches in loader:
                 self._step(micro_batches, time.perf_counter() - waiting)
-                last = state.step == train.steps
-                stop = distributed.is_true_on_any_rank(self.stop.requested)
-                validates = last or state.step % train.val_every == 0
-                saves = last or stop or state.step % save_every == 0
+                is_last = state.step == train.steps
+                stops = distributed.is_true_on_any_rank(self.stop.requested)
+                validates = is_last or state.step % train.val_every == 0
+                saves = is_last or stops or state.step % save_every == 0
                 if validates or saves:
-                    align_and_check_replicas(state, self.context.is_main, self.alike)
+                    checkpoint.align_and_check_replicas(
+                        state, self.context.is_main, self.same_devices
+                    )
 
-                # Validate before a checkpoint is saved, so that the checkpoint has the best F1.
+                # The validation comes first, so that the checkpoint has its F1.
                 if validates:
                     self._validate_and_keep_best()
 
-                # Once in a while, and before a stop: save a checkpoint.
                 if saves:
                     self._save_checkpoint()
-                if stop and not last:
+                if stops and not is_last:
                     return False
                 waiting = time.perf_counter()
         return True
@@ -515,7 +542,7 @@ class Training:
     # --- step
 
     def _step(self, micro_batches: List[PairBatch], waited: float) -> None:
-        """Do one step of the optimizer. The loop waited `waited` seconds for its batches."""
+        """Do one step of the optimizer, for whose batches the loop waited `waited` seconds."""
         state = self.state
         train = self.train
         world_size = self.context.world_size
@@ -529,8 +556,8 @@ class Training:
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
-            more = 2 * self.run_params.accumulate
-            fix = f"set run.accumulate: {more} (the same steps, in smaller parts)"
+            accumulate = 2 * self.run_params.accumulate
+            fix = f"set run.accumulate: {accumulate} (the same steps, in smaller parts)"
             raise WorkError(f"out of memory at step {state.step}: {fix}") from error
         if not math.isfinite(grad_norm):
             self._count_skipped_step(losses)
@@ -539,7 +566,6 @@ class Training:
             state.add_to_average()
         self.logger.add_step(sums, waited)
 
-        # Once in a while: add a point to the curves, the mean over all ranks.
         if state.step % self.run_params.log_every == 0 or state.step == train.steps:
             metrics = {
                 "lr": lr,
@@ -550,23 +576,24 @@ class Training:
             self.logger.log_point(state.step, metrics)
 
     def _count_skipped_step(self, losses: Tensor) -> None:
-        """Report that the gradient of a step is not finite. All ranks call this together.
+        """Count and report a step whose gradient is not finite. All ranks call this together.
 
-        `losses` has the loss of each of this rank's pairs. Raises WorkError after more than
+        `losses` (B,) has the loss of each of this rank's pairs. Raises WorkError after more than
         MAX_SKIPPED such steps.
         """
         state = self.state
         step_pairs = [sample for part in self.batches.draw_samples(state.step) for sample in part]
-        finite = torch.isfinite(losses).tolist()
-        names_here = [
-            self._name_pair(sample) for sample, good in zip(step_pairs, finite) if not good
+        is_finite = torch.isfinite(losses).tolist()
+        rank_names = [
+            self._name_pair(sample) for sample, is_good in zip(step_pairs, is_finite) if not is_good
         ]
-        names = [name for names in distributed.all_gather(names_here) for name in names]
-        # float16: the scaler searches for the largest scale that does not overflow.
+        names = [name for names in distributed.all_gather(rank_names) for name in names]
+        # With float16, the scaler searches for the largest scale that does not overflow. This is no
+        # sign of divergence, and does not count.
         state.skipped += bool(names) or not state.scaler.is_enabled()
         if self.context.is_main:
-            more = len(names) - NAMED_PAIRS
-            pairs = ", ".join(names[:NAMED_PAIRS]) + (f" and {more} more" if more > 0 else "")
+            unnamed = len(names) - NAMED_PAIRS
+            pairs = ", ".join(names[:NAMED_PAIRS]) + (f" and {unnamed} more" if unnamed > 0 else "")
             reason = f"the loss of {pairs} is not, either" if names else "each loss is finite"
             print(f"step {state.step}: the gradient is not finite, skipped; {reason}")
         if state.skipped > MAX_SKIPPED:
@@ -576,7 +603,7 @@ class Training:
             )
 
     def _name_pair(self, sample: Sample) -> str:
-        """Return the images and views of a pair: "a.jpg views 0 and 2"."""
+        """Return the images and views of a pair, such as "a.jpg views 0 and 2"."""
         images = self.store.images
         augmentation = Augmentation.from_parameters(self.train)
         second = augmentation.choose_second_image(sample.image, len(images), sample.seed)
@@ -589,24 +616,24 @@ class Training:
     # --- validate
 
     def _validate_and_keep_best(self) -> None:
-        """Validate the weights that would be shipped, and keep them if they are the best.
+        """Validate the weights that would be shipped. If they are the best, save and publish them.
 
-        These are the mean of the weights of the last `train.average` steps, if that mean exists
-        already, and otherwise the current weights. The initial weights of `init_from` may stay the
-        best if all were taken. A network that is untrained, or in part, may not.
+        These are the mean of the weights of the last `train.average` steps, if there is one yet,
+        and otherwise the current weights. The initial weights of `init_from` may stay the best if
+        all of them were taken. A network that is partly or fully untrained may not be the best.
         """
         state = self.state
         metrics = {**self._compute_metrics_of(state.average), "f1_ratio_test": self.baseline}
-        untrained = state.step == 0 and not self.begins_whole
+        untrained = state.step == 0 and not self.starts_as_initial_model
         self.logger.log_validation(state, metrics, untrained)
         if not untrained and state.keep_if_best(metrics):
             self._save_and_publish_best()
         self.logger.write_curves(state.best_step)
 
     def _compute_metrics_of(self, weights: Tensors) -> Metrics:
-        """Return the metrics of the model with `weights` in place of its own.
+        """Return the metrics of the model with `weights` in place of its current weights.
 
-        Names that `weights` lacks keep the model's own values. The model is restored afterwards.
+        Parameters that `weights` lacks keep their values. The model is restored afterwards.
         """
         model = self.state.model
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -619,15 +646,15 @@ class Training:
 
     def _save_checkpoint(self) -> None:
         """Write a checkpoint. All ranks call this together."""
-        # Sum the next point of the curves over all ranks. Then one rank in each folder writes.
+        # The next point of the curves may have begun, so its sums are saved, too.
         window = distributed.sum_over_ranks(self.logger.sums)
-        if self.writes:
+        if self.is_writer:
             columns, curves = log.pack_curves(self.logger.curves)
             info = {
                 **self.state.collect_info(),
                 "code": self.code,
                 "columns": columns,
-                "fingerprint": self.identity,
+                "fingerprint": self.fingerprint,
                 "history": self.history,
                 "log_window": window,
                 "training": self.name,
@@ -637,7 +664,7 @@ class Training:
         distributed.barrier()
 
     def _save_and_publish_best(self, finished: bool = False) -> Info:
-        """Write the best model so far and its description, publish them, and return the latter."""
+        """Save and publish the best model so far, and return its description."""
         state = self.state
         # Few photographs cannot choose a threshold.
         threshold = state.best_metrics["threshold"]
@@ -660,9 +687,9 @@ class Training:
             provenance.PHOTOGRAPHS_KEY: provenance.compute_photographs_digest(
                 self.data.photographs or ()
             ),
-            **{k: v for k, v in self.identity.items() if k in decided},
+            **{k: v for k, v in self.fingerprint.items() if k in decided},
         }
-        if self.writes:
+        if self.is_writer:
             curves = log.hash_curve_files(self.args.reports) if finished else {}
             origin = {"code": self.code, "curves": curves}
             checkpoint.save_and_publish_best(

@@ -162,7 +162,9 @@ def test_padding_adds_keypoints_and_pairs_to_a_batch():
 
 def test_a_turned_view_turns_both_angles():
     view = View(keypoints((1, 2)), np.eye(3), SIZE)
-    turned = Augmentation(rotation_deg=180.0).apply(view, 3, 0, others=None, min_scale=0.0, limit=2)
+    turned = Augmentation(rotation_deg=180.0).apply(
+        view, 3, 0, draw_other_view=None, min_scale=0.0, limit=2
+    )
     (record,), H, *_ = turned
     turn = np.degrees(np.arctan2(H[1, 0], H[0, 0]))
     for name, before in (("angle", 10.0), ("second_angle", 90.0)):

@@ -9,7 +9,7 @@ from reading import read_json
 
 from pipeline import distributed
 from pipeline.errors import RequestError, WorkError
-from pipeline.train import checkpoint, trainer
+from pipeline.train import checkpoint
 from pipeline.train.optimizer import Muon
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
@@ -142,11 +142,11 @@ def test_the_ranks_that_differ_from_most_are_named(monkeypatch, ranks, named):
     monkeypatch.setattr(checkpoint.TrainState, "compute_digests", lambda self: {})
     monkeypatch.setattr(distributed, "all_gather", lambda item: digests_of(ranks))
     with pytest.raises(WorkError, match=f"step 0: {named} other weights than most ranks"):
-        trainer.align_and_check_replicas(state, is_main=True)
+        checkpoint.align_and_check_replicas(state, is_main=True)
     with pytest.raises(SystemExit, match="1"):
-        trainer.align_and_check_replicas(state, is_main=False)
+        checkpoint.align_and_check_replicas(state, is_main=False)
     monkeypatch.setattr(distributed, "all_gather", lambda item: digests_of("aaa"))
-    trainer.align_and_check_replicas(state, is_main=True)
+    checkpoint.align_and_check_replicas(state, is_main=True)
 
 
 def test_the_digests_of_a_state_hold_all_that_ranks_share():
