@@ -20,7 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Dict, FrozenSet, Iterable, List, Optional, Sequence, Tuple
 
-from superglue_sift import __version__
 from superglue_sift.environment import CPU_INFO
 from superglue_sift.errors import RequestError
 from superglue_sift.files import compute_file_sha256, write_atomic
@@ -86,20 +85,6 @@ def read_git_state(root: Optional[Path] = None) -> Dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {"commit": "unknown", "dirty": "unknown"}
     return {"commit": commit.strip(), "dirty": str(bool(changed)).lower()}
-
-
-@functools.lru_cache(maxsize=1)
-def get_code_version() -> str:
-    """Return the commit of this code, with a + if files differ from it.
-
-    The result for an installed package, which has no commit, is its version.
-    """
-    root = Path(__file__).resolve().parents[1]
-    # An image says of which commit it was built.
-    if not (root / ".git").exists():
-        return os.environ.get("IMAGE_REVISION") or __version__
-    git = read_git_state(root)
-    return git["commit"][:12] + ("+" if git["dirty"] == "true" else "")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Stage `evaluate`: compare a matcher with baselines, on held-out images or on pairs of files.
+"""Stage `evaluate`: compare a matcher with baselines, on held-out images or on pairs from files.
 
     python -m pipeline.evaluate --model checkpoints/best.safetensors --out reports/evaluate
     python -m pipeline.evaluate --pairs DIR --out DIR          # the shipped weights
@@ -77,8 +77,8 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add = parser.add_argument
     # The matchers
     add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
-    also = "another model, or a matcher module:function; repeat for more"
-    add("--also", action="append", default=[], metavar="NAME=FILE", help=also)
+    also_help = "another model, or a matcher module:function; repeat for more"
+    add("--also", action="append", default=[], metavar="NAME=FILE", help=also_help)
     # The pairs
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
@@ -92,42 +92,46 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     group = parser.add_argument_group(
         "how to match",
         "The options of superglue-match, with its defaults for --pairs and --poses. Held-out"
-        " images have evaluate.max_keypoints, which the network gets all, and keep their size.",
+        " images keep their size and have evaluate.max_keypoints, all of which the network gets.",
     )
     add_setting = group.add_argument
     add_setting("--max-keypoints", type=int, help="maximum number of keypoints of an image")
-    few = "maximum number of them that a network gets, selected for each pair"
-    add_setting("--network-keypoints", type=int, help=few)
-    least = "smallest confidence of a match (default: the model's own)"
-    add_setting("--threshold", type=float, help=least)
+    network_help = "maximum number of them that a network gets, selected for each pair"
+    add_setting("--network-keypoints", type=int, help=network_help)
+    threshold_help = "smallest confidence of a match (default: that of the model)"
+    add_setting("--threshold", type=float, help=threshold_help)
     add_setting("--resize", type=int, help="longer side of the images for SIFT; 0 keeps the size")
     add_setting("--precision", choices=PRECISIONS, default="float32", help="of the layers")
-    scene = "photographs of one place: accept or reject each pair"
-    add_setting("--scene", action="store_true", help=scene)
+    scene_help = "photographs of one place: accept or reject each pair"
+    add_setting("--scene", action="store_true", help=scene_help)
     add_setting("--accept", type=float, help="with --scene: smallest probability of one place")
     add_setting("--likely", type=int, help="with --scene: fewest classical matches; 0 skips none")
-    skip = "skip the metrics of refined matches, to save time"
-    add_setting("--no-refine", dest="refine", action="store_false", help=skip)
+    refine_help = "skip the metrics of refined matches, to save time"
+    add_setting("--no-refine", dest="refine", action="store_false", help=refine_help)
     # The metrics
-    side = "--pairs, --poses: resize to this shorter side first, in which errors are measured; 480"
-    add("--short-side", type=int, default=0, help=f"{side} is HPatches' protocol (default: no)")
-    usual = f"default: {','.join(estimators.DEFAULT)}"
-    add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
+    side_help = (
+        "--pairs, --poses: resize to this shorter side first, in which errors are measured; 480 is"
+        " HPatches' protocol (default: no)"
+    )
+    add("--short-side", type=int, default=0, help=side_help)
+    names = f"of: {', '.join(estimators.ESTIMATORS)}"
+    default = f"default: {','.join(estimators.DEFAULT)}"
+    add("--estimators", help=f"{names}; the first leads ({default})")
     add("--bound", action="store_true", help="also a row of the true matches, an upper bound")
     # Further pairs, and the machine
-    hard = "number of photographs that are tried under growing blur, noise, ... (default: none)"
-    add("--robustness", type=int, default=0, help=hard)
-    overlap = "keep photographs of the training (default: run.allow_training_images of --params)"
-    add("--allow-training-images", action="store_true", help=overlap)
+    number_help = "number of photographs that are tried under growing blur, noise, ... (default: 0)"
+    add("--robustness", type=int, default=0, help=number_help)
+    keep_help = "keep photographs of the training (default: run.allow_training_images of --params)"
+    add("--allow-training-images", action="store_true", help=keep_help)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     return check_options(parser.parse_args(argv))
 
 
 def check_options(args: argparse.Namespace) -> argparse.Namespace:
-    """Check the options, and replace names by what they name.
+    """Check the options, and find the models, functions and files that they name.
 
-    `args` gets the models, the user's functions, the estimators and the file of parameters. The
-    folder of the results is created.
+    The attributes `models`, `functions`, `params` and `estimators` of `args` are set. The folder of
+    the results is created.
 
     Raises:
         RequestError: If an option is wrong, or if two options exclude each other.
@@ -331,7 +335,8 @@ def choose_source(
         section: the section `evaluate` of params.yaml, for held-out photographs.
         matcher: the evaluated matcher, whose settings are in the title.
         entries: the held-out photographs, from `choose_photographs`.
-        notes: the notes of the report, which the title of training photographs repeats.
+        notes: the notes of the report. The title repeats them if photographs of the training are
+            kept.
     """
     max_keypoints = matcher.max_keypoints
     network_keypoints = matcher.network_keypoints

@@ -49,6 +49,7 @@ CAPTION_STARTS = {
     "median": "A typical pair",
     "worst": "One of the worst",
 }
+# A function of a pair and of its matches by matcher
 Score = Callable[[LabeledPair, MatchesByMatcher], Any]
 # `LabeledPair.indices`, the rows of the table, and the outcomes of the matches by network
 PairScores = Tuple[Tuple[int, ...], List[Row], Dict[str, MatchOutcomes]]
@@ -102,7 +103,7 @@ def evaluate_source(
         counts: List[Dict[str, int]] = []
         for negative_source in negatives:
             counts += match_and_score(negative_source, matcher_set, count, bar)[0]
-    results = compute_results((title, source.unit), scores, counts, means, matcher_set)
+    results = compute_results(title, source.unit, scores, counts, means, matcher_set)
     protocol = make_protocol(source, title, matcher_set, settings)
     reference = report.choose_reference(protocol["models"])
     pair_indices = [indices for indices, *_ in scores]
@@ -180,7 +181,10 @@ def score_with_indices(
 def count_matches(
     matcher_set: MatcherSet, _: LabeledPair, matches_by_matcher: MatchesByMatcher
 ) -> Dict[str, int]:
-    """Return how many matches of each matcher count, on a pair of unrelated photographs."""
+    """Return how many matches of each matcher count, on a pair of unrelated photographs.
+
+    The pair itself is not used. `match_and_score` gives it to every function of this kind.
+    """
     counted_matches = matcher_set.apply_thresholds(matches_by_matcher)
     return {name: len(matches) for name, matches in counted_matches.items()}
 
@@ -208,7 +212,8 @@ def compute_means(scores: Sequence[PairScores], matcher_set: MatcherSet) -> pd.D
 
 
 def compute_results(
-    title: Tuple[str, str],
+    title: str,
+    unit: str,
     scores: Sequence[PairScores],
     counts: Sequence[Dict[str, int]],
     means: Mapping[Tuple[str, float], pd.DataFrame],
@@ -217,7 +222,8 @@ def compute_results(
     """Compute all metrics, with their intervals and differences.
 
     Args:
-        title: where the pairs come from, and the plural noun of their scenes.
+        title: where the pairs come from.
+        unit: the plural noun of the scenes.
         scores: the scores of all pairs.
         counts: the number of matches of each matcher, for each negative pair.
         means: the tables of `compute_means` by condition and level of disturbance.
@@ -231,7 +237,8 @@ def compute_results(
         summary.loc[(name, "negative_matches", "", False), :] = row
     frames: Any = dict(means)  # Pandas has a narrower type for the names of the levels
     return Results(
-        *title,
+        title,
+        unit,
         table,
         values,
         summary.astype({"pairs": int}),
@@ -256,7 +263,7 @@ def choose_pictured_pairs(values: pd.DataFrame) -> Dict[int, str]:
     # Rank the numbers of the pairs from the network's best to its worst.
     ranked = values.loc[OURS].sort_values(["error", "correct"], ascending=[True, False]).index
     middle = max(len(ranked) // 2 - 1, 0)
-    # The first screen shows the typical pair in which the network has most correct matches ahead.
+    # The first screen shows that of three typical pairs in which the network is furthest ahead.
     ahead = values["correct"][OURS] - values["correct"][RATIO_TEST]
     typical = sorted(ranked[middle : middle + 3], key=lambda number: -ahead[number])
     groups = {"median": typical, "best": ranked[:2], "worst": ranked[::-1][:3]}
