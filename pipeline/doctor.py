@@ -161,7 +161,7 @@ def check_commit() -> Iterator[Finding]:
 def check_variables() -> Iterator[Finding]:
     """Check that no variable is set that the training would refuse hours later."""
     try:
-        params.check_environment()
+        params.check_former_options()
     except errors.RequestError as error:
         yield FAIL, "variables", str(error)
 

@@ -454,7 +454,7 @@ def compare_evaluations(pairs: Path, champion_pairs: Path) -> Tuple[bool, str]:
     if scenes.nunique() < MIN_SCENES:
         return False, f"too few photographs to compare: {scenes.nunique()} of {MIN_SCENES}"
     gains = pandas.DataFrame({"gain": 100 * (aucs[0] - aucs[1])}, scenes)
-    gain = metrics.summarize(gains, metrics.resample(gains)).loc["gain"]
+    gain = metrics.summarize(gains, metrics.resample_scenes(gains)).loc["gain"]
     return gain.low > 0, (
         f"AUC@{LIMIT} {gain.value:+.1f} points, 95 % interval {gain.low:+.1f} .. {gain.high:+.1f},"
         f" {gain.pairs:.0f} pairs of {scenes.nunique()} photographs"
@@ -498,7 +498,7 @@ def describe_model(files: List[str]) -> Dict[str, Any]:
     }
 
 
-def describe_pages(uri: str, server: str) -> List[str]:
+def find_page_addresses(uri: str, server: str) -> List[str]:
     """Return the addresses of the pages of runs and of their curves, one a line.
 
     Runs that were made by a clone at another path have an experiment of their own. A line says
@@ -551,7 +551,7 @@ def serve_pages(uri: str, host: str, port: int) -> int:
     """
     is_local = get_database_path(uri) is not None
     try:
-        pages = describe_pages(uri, f"http://127.0.0.1:{port}" if is_local else redact(uri))
+        pages = find_page_addresses(uri, f"http://127.0.0.1:{port}" if is_local else redact(uri))
     except Exception as error:  # A wrong address, or an error of MLflow, HTTP or a database
         raise errors.RequestError(f"{redact(uri)}: {format_error(error)}") from None
     print(*pages, sep="\n")

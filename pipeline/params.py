@@ -311,7 +311,7 @@ def is_portable(words: Sequence[str]) -> bool:
     return False
 
 
-def check_environment() -> None:
+def check_former_options() -> None:
     """Check that the variable TRAIN_OPTIONS, which the section `run` has replaced, is not set.
 
     Raises:

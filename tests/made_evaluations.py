@@ -88,7 +88,7 @@ def make_results(errors_of_ours, errors_of_others, further=(), models=None, **ch
     networks = [OURS, *further]
     scored = {name: [NOTHING] * len(rows) for name in networks}
     values = metrics.compute_pair_values(table, scored)
-    samples = metrics.resample(values, scored)
+    samples = metrics.resample_scenes(values, scored)
     frames = (
         metrics.summarize(values, samples),
         metrics.compare(values, samples, networks),

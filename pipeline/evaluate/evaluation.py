@@ -230,7 +230,7 @@ def compute_results(
         matcher_set: the compared matchers.
     """
     table, by_network, values = tabulate(scores, matcher_set)
-    samples = metrics.resample(values, by_network)
+    samples = metrics.resample_scenes(values, by_network)
     summary = metrics.summarize(values, samples)
     for name, mean in pd.DataFrame(counts).mean().items():
         row = mean, math.nan, math.nan, len(counts)

@@ -172,7 +172,7 @@ def compute_precision_recall(
     return np.array(parts).swapaxes(0, 1)
 
 
-def resample(
+def resample_scenes(
     values: pd.DataFrame, outcomes: Mapping[str, Sequence[MatchOutcomes]] = MappingProxyType({})
 ) -> pd.DataFrame:
     """Compute the mean of each column on each of R resamples of the scenes, (R, columns).
@@ -201,7 +201,7 @@ def resample(
         confidences = np.concatenate([[1.0], *(scores for scores, *_ in pairs)])
         thresholds = np.quantile(confidences, np.linspace(0, 1, POINTS))
         precision, recall = (
-            resample(pd.DataFrame(curve, values.index))
+            resample_scenes(pd.DataFrame(curve, values.index))
             for curve in compute_precision_recall(pairs, thresholds)
         )
         is_precise = precision.ge(samples[RATIO_TEST, "precision", "", False], axis=0)
@@ -218,7 +218,7 @@ def summarize(values: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         values: the values of all pairs, from `compute_pair_values`.
-        samples: their means on each resample, from `resample`.
+        samples: their means on each resample, from `resample_scenes`.
     """
     low, high = samples.quantile(ENDS).round(DIGITS).to_numpy()
     return pd.DataFrame({"value": values.mean(), "low": low, "high": high, "pairs": values.count()})
@@ -231,7 +231,7 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
 
     Args:
         values: the values of all pairs, from `compute_pair_values`.
-        samples: their means on each resample, from `resample`.
+        samples: their means on each resample, from `resample_scenes`.
         networks: the names of the networks, the evaluated one among them.
 
     Returns:

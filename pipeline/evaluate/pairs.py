@@ -96,7 +96,7 @@ class PairSource:
     def __len__(self) -> int:
         return len(self.scenes)
 
-    def load(self, index: int) -> Scene:
+    def load_scene(self, index: int) -> Scene:
         """Read or render the scene with this index.
 
         Raises:
@@ -110,7 +110,7 @@ class PairSource:
         Args:
             index: index of the scene.
             image_index: index of the image in the scene.
-            gray: the image that `load` returned, (H, W) uint8.
+            gray: the image that `load_scene` returned, (H, W) uint8.
 
         Returns:
             (H, W, 3) uint8 BGR.
@@ -140,7 +140,7 @@ def extract_scene_pairs(
     Raises:
         BadImage: If an image cannot be used.
     """
-    images, pairs = source.load(index)
+    images, pairs = source.load_scene(index)
     # The features of each image are kept, since the reference of a sequence is in all its pairs.
     features: Dict[int, Features] = {}
     labeled_pairs = []
@@ -188,7 +188,7 @@ class HeldOutPairs(PairSource):
         self.view_size = (params.width, params.height)
         self.scenes = [(entry.name, params.pairs_per_image) for entry in self.entries]
 
-    def load(self, index: int) -> Scene:
+    def load_scene(self, index: int) -> Scene:
         """Render the pairs of one photograph.
 
         Raises:
@@ -289,7 +289,7 @@ class NegativePairs(PairSource):
         self.pairs = list(itertools.islice(pairs, MAX_NEGATIVE_PAIRS))
         self.scenes = [(f"{entries[a].name} and {entries[b].name}", 1) for a, b, _ in self.pairs]
 
-    def load(self, index: int) -> Scene:
+    def load_scene(self, index: int) -> Scene:
         """Render the two views.
 
         Raises:
@@ -302,7 +302,7 @@ class NegativePairs(PairSource):
             photograph = source.read_photograph(entry_index)
             name = source.entries[entry_index].name
             images.append(source.render_view(photograph, name, 2 * number + side)[0])
-        # There is no homography between two photographs, and nothing uses this one.
+        # Two photographs have no homography. This one is never used.
         no_truth = np.full((3, 3), np.nan)
         return images, [(f"{self.scenes[index][0]}#{number}", 0, 1, no_truth)]
 
@@ -324,7 +324,7 @@ class ZoomedPairs(HeldOutPairs):
         super().__init__(source.images, source.entries[:count], params)
         self.zoom = zoom
 
-    def load(self, index: int) -> Scene:
+    def load_scene(self, index: int) -> Scene:
         """Render the pair of one photograph.
 
         Raises:
@@ -489,7 +489,7 @@ class HPatchesPairs(FilePairs):
         self.scenes = [(name, len(homographies)) for name, _, homographies in self.sequences]
         self.files = [files for _, files, _ in self.sequences]
 
-    def load(self, index: int) -> Scene:
+    def load_scene(self, index: int) -> Scene:
         """Read one sequence, and scale its homographies as the images are resized."""
         name, _, homographies = self.sequences[index]
         images, maps = self.read_images(index)
@@ -522,7 +522,7 @@ class PosePairs(FilePairs):
             for pair_names in names
         ]
 
-    def load(self, index: int) -> Scene:
+    def load_scene(self, index: int) -> Scene:
         """Read one pair, and scale its intrinsics as the images are resized."""
         name0, name1, cameras = self.pairs[index]
         images, (map0, map1) = self.read_images(index)

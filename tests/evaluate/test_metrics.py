@@ -28,7 +28,7 @@ def mean(values, scenes=None):
     """The row of a mean. Without scenes, each pair is a scene."""
     index = pd.Index(range(len(values)) if scenes is None else scenes, name="scene")
     frame = pd.DataFrame({"mean": values}, index)
-    return metrics.summarize(frame, metrics.resample(frame)).loc["mean"]
+    return metrics.summarize(frame, metrics.resample_scenes(frame)).loc["mean"]
 
 
 def test_interval_of_a_mean_agrees_with_scipys():
@@ -65,7 +65,9 @@ def test_a_table_has_the_intervals_of_its_columns():
         for n in range(5)
     ]
     values = metrics.compute_pair_values(metrics.make_table(rows), {})
-    found = metrics.summarize(values, metrics.resample(values, {})).loc[(OURS, "recall", "", False)]
+    found = metrics.summarize(values, metrics.resample_scenes(values, {})).loc[
+        (OURS, "recall", "", False)
+    ]
     assert found.to_dict() == pytest.approx(mean(recalls, scenes).to_dict(), abs=ROUNDED)
 
 

@@ -42,7 +42,7 @@ def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(
     quiet = dict.fromkeys(("brightness", "contrast", "gamma", "blur", "noise", "jpeg"), 0.0)
     section = {"width": 160, "height": 120, "pairs_per_image": 2, "views": {"photometric": quiet}}
     source = held_out(tmp_path, {"cat.png": bgr}, make_params("evaluate", **section))
-    images, views = source.load(0)
+    images, views = source.load_scene(0)
     for _, first, second, H in views:
         warped = cv2.warpPerspective(images[first], H, (160, 120))
         shown = cv2.warpPerspective(np.full((120, 160), 255, np.uint8), H, (160, 120)) == 255
@@ -75,7 +75,7 @@ def test_pairs_of_every_sequence_sorted_by_name(tmp_path, small):
     write_sequence(tmp_path / "a", small, {2: IDENTITY, 10: TURN})
     source = HPatchesPairs(tmp_path, short_side=0)
     assert source.scenes == [("a", 2), ("b", 1)]
-    images, views = source.load(0)
+    images, views = source.load_scene(0)
     assert [name for name, *_ in views] == ["a/1-2", "a/1-10"]
     _, _, second, H = views[1]
     np.testing.assert_allclose(H, TURN / TURN[2, 2], rtol=1e-6)
@@ -113,13 +113,13 @@ def test_lists_of_pairs_are_read_as_other_systems_write_them(tmp_path, small):
     name = unicodedata.normalize("NFD", "caf\u00e9.png")
     file = tmp_path / "pairs.txt"
     file.write_bytes(f"# two views\n{line(name, name)}\n".encode("utf-16"))
-    images, given = pairs.PosePairs(file, tmp_path, short_side=0).load(0)
+    images, given = pairs.PosePairs(file, tmp_path, short_side=0).load_scene(0)
     assert images[0].shape == small.shape and len(given) == 1
 
 
 def test_resizing_takes_the_homography_along(tmp_path, photo):
     write_sequence(tmp_path / "a", photo, {2: TURN})
-    images, [(*_, H)] = HPatchesPairs(tmp_path, short_side=200).load(0)
+    images, [(*_, H)] = HPatchesPairs(tmp_path, short_side=200).load_scene(0)
     assert images[0].shape == (200, 300)
     points = np.array([[10.0, 20.0], [500.0, 300.0], [0.0, 0.0]])
 
