@@ -32,7 +32,7 @@ DEFAULT_CPU_PROCESSES = 2
 LAUNCHED = ("pipeline.keypoints", "pipeline.train")
 # Variables of the ranks, set unless they are set already.
 VARIABLES = {
-    # torch 1.10 warns at every import.
+    # The oldest torch, 1.10, warns at every import.
     "PYTHONWARNINGS": "ignore:pkg_resources:UserWarning",
     # Torch's C++ code prints no warnings, because its failures raise in Python.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -84,7 +84,9 @@ def read_least_nodes() -> int:
 
 
 def make_torchrun_options(processes: int, restarts: int) -> List[str]:
-    """Make the options of torchrun from the environment. Their names have underscores (torch 1.10).
+    """Make the options of torchrun from the environment.
+
+    Their names have underscores, because torch 1.10 knows no other spelling.
 
     Args:
         processes: number of processes of this node.
@@ -100,7 +102,7 @@ def make_torchrun_options(processes: int, restarts: int) -> List[str]:
     options: Dict[str, object] = {"nproc_per_node": processes, "monitor_interval": 0.1}
     if is_one_node():
         # --standalone would resolve the host's name, which fails in some containers. The backend is
-        # spelt out, because torchrun would else take an operator's PET_RDZV_BACKEND.
+        # spelt out, because PET_RDZV_BACKEND of an operator would replace a default.
         address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
         port = find_free_port(address, read_environment_number("MASTER_PORT", 0))
         options.update(max_restarts=0, nnodes=1, rdzv_backend="static", rdzv_endpoint="")

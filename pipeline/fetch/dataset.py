@@ -633,12 +633,12 @@ def split_names(
         held_out: the names for val and test. If it is None, a part of `train` is held out.
     """
 
-    def count_different(names: Sequence[str]) -> int:
+    def count_different_images(names: Sequence[str]) -> int:
         return len({contents.get(name, name) for name in names})
 
     if held_out is None:
         # In a small set, chance could hold out too few images to judge by.
-        count = count_different(train)
+        count = count_different_images(train)
         min_held_out = max(2, min(8, count // 3), min(round(settings.val_fraction * count), 32))
         train, held_out = hold_out(train, settings.val_fraction, SEED, min_held_out, 1, contents)
     # Keep the names with the smallest hashes, so that a larger limit only adds names.
@@ -648,10 +648,11 @@ def split_names(
         )
         for names in (train, held_out)
     )
-    test_count = round(settings.test_fraction * count_different(held_out))
+    test_count = round(settings.test_fraction * count_different_images(held_out))
     min_test = max(1, min(test_count, 16))
-    min_val = max(1, min(count_different(held_out) - test_count, 16))
-    # With the seed of the hold-out, every held-out image would have a small hash and go to test.
+    min_val = max(1, min(count_different_images(held_out) - test_count, 16))
+    # The seed is another one, because by the seed above all held-out images have small hashes, and
+    # would all go to test.
     val, test = hold_out(held_out, settings.test_fraction, SEED + 1, min_test, min_val, contents)
     return {"train": train, "val": val, "test": test}
 

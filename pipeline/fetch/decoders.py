@@ -18,10 +18,10 @@ from pipeline.errors import RequestError, read_environment_number
 from pipeline.fetch.dataset import Entry, ImageSet
 from superglue_sift.features.images import BadImage, is_plain_jpeg
 
-BATCH = 32  # images that are decoded at once
+BATCH = 32  # Images that are decoded at once
 
-MaybeDecoded = Union[Entry, Tuple[Entry, np.ndarray]]  # an image, perhaps with its gray pixels
-Decode = Callable[[List[bytes]], List[np.ndarray]]  # up to BATCH files to gray pixels (H, W) uint8
+MaybeDecoded = Union[Entry, Tuple[Entry, np.ndarray]]  # An image, perhaps with its gray pixels
+Decode = Callable[[List[bytes]], List[np.ndarray]]  # From up to BATCH files to (H, W) uint8 each
 
 
 def read_and_decode(
@@ -30,9 +30,13 @@ def read_and_decode(
     """Yield each entry in order, with its gray pixels (H, W) uint8 or alone.
 
     An entry is alone if Pillow has to decode it later: a file that is no plain JPEG, or a file in a
-    batch that the decoder refused. `decoder` is "pillow", "torchvision" or "dali". Gray is the luma
-    of the file (ITU-R BT.601). On a CPU the pixels are the same as Pillow's. nvJPEG may differ by a
-    few levels.
+    batch that the decoder refused. Gray is the luma of the file (ITU-R BT.601). On a CPU the pixels
+    are the same as those of Pillow. Those of nvJPEG may differ by a few levels.
+
+    Args:
+        decoder: "pillow", "torchvision" or "dali".
+        images: the images that `fetch` listed.
+        entries: the images to decode.
     """
     remaining = iter(entries)
     if decoder == "pillow":
@@ -68,7 +72,7 @@ def make_decoder(decoder: str) -> Optional[Decode]:
     """Return the function that decodes batches, or None for Pillow.
 
     Raises:
-        RequestError: Which names the package to install, if the decoder is missing.
+        RequestError: If the decoder is missing. The error names the package to install.
     """
     from superglue_sift import torch_compat
 
@@ -102,7 +106,7 @@ def _make_torchvision_decoder() -> Decode:
     import torch
     from torchvision import io
 
-    assert torch.ops.image.decode_jpeg  # only now a build for another torch shows
+    assert torch.ops.image.decode_jpeg  # Fails if torchvision is for another torch
     index = _choose_gpu_index()
     device = "cpu" if index is None else f"cuda:{index}"
 

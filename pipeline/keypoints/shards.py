@@ -184,7 +184,13 @@ def write_index_and_delete_others(
 def read_and_extract(
     images: ImageSet, settings: KeypointsParams, image: decoders.MaybeDecoded
 ) -> Result:
-    """Return the views of an image, or the BadImage that says why it cannot be used."""
+    """Return the views of an image, or the BadImage that says why it cannot be used.
+
+    Args:
+        images: the images that `fetch` listed.
+        settings: the section `keypoints`.
+        image: the entry of the image, perhaps with its gray pixels.
+    """
     try:
         if isinstance(image, Entry):
             photo = decode_photo(images.read(image), image.name, True, STORED)
@@ -213,7 +219,7 @@ def extract_in_processes(
     make = functools.partial(read_and_extract, ImageSet((), images.containers), settings)
     queue = decoders.read_and_decode(settings.decoder, images, entries)
     if workers == 1:
-        tune_process()
+        tune_opencv_and_malloc()
         yield from map(make, queue)
         return
     # Start the workers by spawn: a forked process would copy the locks of running threads.
@@ -235,10 +241,10 @@ def _initialize_worker(parent_id: int) -> None:
     """Let a worker process ignore Ctrl-C and end with its parent, and tune it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent_id=parent_id)
-    tune_process()
+    tune_opencv_and_malloc()
 
 
-def tune_process() -> None:
+def tune_opencv_and_malloc() -> None:
     """Let this process use one OpenCV thread, and keep the memory that it frees.
 
     Several processes use the cores better than several threads. SIFT takes and frees some 70 MB a

@@ -233,9 +233,8 @@ def _move_into_image(
 ) -> np.ndarray:
     """Move a quadrilateral to a random position inside the image, and return its H_image_to_view.
 
-    Args:
-        quad: (4, 2), the corners of the view, anywhere.
-        strength: from 0 (the centre of the image) to 1 (anywhere in the image).
+    The corners `quad` (4, 2) of the view may lie anywhere. `strength` is from 0 (the centre of the
+    image) to 1 (anywhere in the image).
     """
     low = quad.min(0)
     high = quad.max(0)
