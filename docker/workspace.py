@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -86,7 +87,8 @@ def lock(workspace: Path) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = path.open("a+")
     except OSError as error:
-        raise Wrong(f"{path}: {error.strerror}; uid {os.getuid()} has to write it") from None
+        fix = f"type `sudo chown -R {os.getuid()} {shlex.quote(str(workspace))}`, or use a folder of your own"
+        raise Wrong(f"{path}: {error.strerror}; {fix}") from None
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import textwrap
 import threading
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Tuple
 
 from pipeline import errors, mlflow_store, provenance
+from pipeline.errors import RequestError
 from pipeline.mlflow_store import (
     CLONE_STORE,
     EVALUATION,  # noqa: F401 (the prefix of the stage `evaluate`)
@@ -38,6 +40,8 @@ from pipeline.mlflow_store import (
 )
 from pipeline.params import flatten
 from superglue_sift.files import compute_json_digest
+
+SAMPLING_INTERVAL = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"  # A variable of the environment
 
 # --- the log
 
@@ -190,8 +194,7 @@ class Run:
 
         The sender calls this method often.
         """
-        seconds = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or 10)
-        step = int((get_time_ms() - self._began) / 1000 / seconds)
+        step = int((get_time_ms() - self._began) / 1000 / read_sampling_interval())
         last = self._last_steps.get("system/cpu_utilization_percentage", 0)
         # This use must not become the first metric, by which MLflow compares runs.
         if self._owner and self._last_steps and step > last:
@@ -281,6 +284,20 @@ def choose_uri(log: Optional[EventLog] = None) -> str:
         uri = address
     path = get_database_path(uri)
     return f"sqlite:///{path}" if path else uri
+
+
+def read_sampling_interval() -> float:
+    """Return the time between two samples of the machine's use in seconds, as for MLflow.
+
+    Raises:
+        RequestError: If the environment variable SAMPLING_INTERVAL is no number above 0.
+    """
+    text = os.environ.get(SAMPLING_INTERVAL) or "10"
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if 0 < seconds < math.inf:
+            return seconds
+    raise RequestError(f"environment {SAMPLING_INTERVAL}={text!r}: must be seconds above 0")
 
 
 def open_run(

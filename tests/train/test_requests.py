@@ -6,6 +6,7 @@ from reading import read_error
 
 from pipeline import errors, launch
 from pipeline.keypoints.store import KeypointStore
+from pipeline.tracking import SAMPLING_INTERVAL
 from pipeline.train import __main__ as train
 from superglue_sift import environment
 
@@ -60,6 +61,10 @@ def with_former_options(folder, patch):
     patch.setenv("TRAIN_OPTIONS", "--accumulate 2")
 
 
+def with_a_word_as_interval(folder, patch):
+    patch.setenv(SAMPLING_INTERVAL, "often")
+
+
 @pytest.mark.parametrize(
     ("prepare", "keys", "options", "said"),
     [
@@ -69,6 +74,7 @@ def with_former_options(folder, patch):
         (without_angles, {"neighbours": False, "rotation_deg": 90.0}, "", "train.rotation_deg"),
         (damage, {}, "--verify", "shard-00000.safetensors: missing or damaged"),
         (unprepared, {"precision": "portable"}, "", "train.precision = 'portable': torch was load"),
+        (with_a_word_as_interval, {}, "", f"{SAMPLING_INTERVAL}='often': must be seconds above 0"),
         (with_former_options, {}, "", "TRAIN_OPTIONS='--accumulate 2': is not read any more"),
     ],
 )
