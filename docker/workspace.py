@@ -87,7 +87,8 @@ def lock(workspace: Path) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = path.open("a+")
     except OSError as error:
-        fix = f"type `sudo chown -R {os.getuid()} {shlex.quote(str(workspace))}`, or use a folder of your own"
+        command = f"sudo chown -R {os.getuid()} {shlex.quote(str(workspace))}"
+        fix = f"type `{command}`, or use a folder of your own"
         raise Wrong(f"{path}: {error.strerror}; {fix}") from None
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
