@@ -19,15 +19,15 @@ from superglue_sift.network.superglue import SuperGlueConfig
 from superglue_sift.network.weights import choose_device
 
 GROUPS: Dict[str, Callable[[Setting], Iterable[str]]] = {
-    "step": network.step,
-    "sinkhorn": network.transport,
-    "latency": network.latency,
-    "files": images.files,
-    "modes": training.modes,
-    "decoders": images.decoding,
-    "views": images.views,
-    "onnx": images.onnx_runtime,
-    "parity": network.parity,
+    "step": network.time_training_step,
+    "sinkhorn": network.time_transport,
+    "latency": network.time_latency,
+    "files": images.time_files,
+    "modes": training.time_modes,
+    "decoders": images.time_decoders,
+    "views": images.time_view_loaders,
+    "onnx": images.time_onnx_runtime,
+    "parity": network.compare_precisions,
 }
 
 
@@ -51,18 +51,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise RequestError(f"--dim {options.dim}: {error}") from None
     device = torch.device(choose_device(options.device))
     setting = Setting(device, config, options.keypoints, options.seconds)
-    # the rows, each as soon as it is known
+    # Each row is printed as soon as it is measured.
     print(describe_machine(setting), flush=True)
     code = 0
     for name in groups:
-        for row in run(name, setting):
+        for row in run_group(name, setting):
             print(row, flush=True)
             code |= "FAILED: " in row
     return code
 
 
 def describe_machine(setting: Setting) -> str:
-    """Return a line on device, load, torch and the network."""
+    """Describe the device, its load, torch, and the width of the network in a line."""
     name = platform.processor() or platform.machine()
     if setting.device.type == "cuda":
         name = torch.cuda.get_device_name(setting.device)
@@ -70,7 +70,7 @@ def describe_machine(setting: Setting) -> str:
     return f"{name}, {load}, torch {torch.__version__}, D = {setting.config.dim}"
 
 
-def run(name: str, setting: Setting) -> Iterator[str]:
+def run_group(name: str, setting: Setting) -> Iterator[str]:
     """Yield the rows of a group.
 
     An exception costs only the remaining rows of the group, and a row reports it: as skipped if

@@ -14,8 +14,8 @@ import cv2
 import numpy as np
 
 from benchmarks import dali_views
-from benchmarks.photographs import photographs
-from benchmarks.timing import Setting, row
+from benchmarks.photographs import load_photographs
+from benchmarks.timing import Setting, format_row
 from pipeline.errors import RequestError
 from pipeline.fetch import decoders
 from superglue_sift import onnx
@@ -24,25 +24,26 @@ from superglue_sift.matcher import Matcher
 from superglue_sift.network.weights import fuse_for_inference
 
 
-def files(setting: Setting) -> Iterator[str]:
-    """Time the way from two JPEG files of 640x480 to matches, with SIFT in two threads."""
-    model = fuse_for_inference(setting.model())
+def time_files(setting: Setting) -> Iterator[str]:
+    """Time the matching of two JPEG files of 640x480, with SIFT in two threads."""
+    model = fuse_for_inference(setting.make_model())
     matcher = Matcher(model, setting.device, max_keypoints=setting.keypoints, resize=0)
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(Path(folder) / name) for name in ("a.jpg", "b.jpg")]
-        for path, view in zip(paths, two_views()):
+        for path, view in zip(paths, make_two_views()):
             cv2.imwrite(path, view)
-        taken = setting.time({"call": lambda: matcher.match(*paths)})
-    yield row(f"two JPEG files to matches, {setting.keypoints} keypoints", taken["call"])
+        seconds = setting.time({"call": lambda: matcher.match(*paths)})
+    yield format_row(f"two JPEG files to matches, {setting.keypoints} keypoints", seconds["call"])
 
 
-def jpegs(times: int) -> List[bytes]:
-    return [cv2.imencode(".jpg", image)[1].tobytes() for image in photographs(8)] * times
+def encode_jpegs(times: int) -> List[bytes]:
+    """Encode eight photographs as JPEG, and repeat them `times` times."""
+    return [cv2.imencode(".jpg", image)[1].tobytes() for image in load_photographs(8)] * times
 
 
-def decoding(setting: Setting) -> Iterator[str]:
+def time_decoders(setting: Setting) -> Iterator[str]:
     """Compare the decoders of `keypoints.decoder` with Pillow, on the GPU if there is one."""
-    data = jpegs(4)
+    data = encode_jpegs(4)
     for decoder in ("torchvision", "dali"):
         name = f"decoding a JPEG file of 640x480 by {decoder}"
         try:
@@ -52,28 +53,30 @@ def decoding(setting: Setting) -> Iterator[str]:
             continue
         ways = {
             decoder: functools.partial(decode, data),
-            "pillow": lambda: [decode_gray(each) for each in data],
+            "pillow": lambda: [decode_gray(jpeg) for jpeg in data],
         }
-        taken = setting.time(ways, len(data))
-        yield row(name, taken[decoder], taken["pillow"], "Pillow in one process")
+        seconds = setting.time(ways, len(data))
+        yield format_row(name, seconds[decoder], seconds["pillow"], "Pillow in one process")
 
 
-def views(setting: Setting) -> Iterator[str]:
+def time_view_loaders(setting: Setting) -> Iterator[str]:
     """Compare DALI with OpenCV in loading pairs of views of 320x240 from JPEG files."""
-    # DALI works two batches ahead, so of these 16 batches two are loaded while OpenCV is timed
-    data = jpegs(64)
+    # DALI works two batches ahead, so of these 16 batches two are loaded while OpenCV is timed.
+    data = encode_jpegs(64)
     gpu = setting.device.index or 0 if setting.device.type == "cuda" else None
-    # a training builds the pipeline once, so its start is not timed
-    load = dali_views.dali_views(data, (320, 240), gpu)
+    # A training builds the pipeline once, so its start is not timed.
+    load = dali_views.make_dali_loader(data, (320, 240), gpu)
     ways = {
-        "opencv": lambda: list(dali_views.opencv_views(data, (320, 240))),
+        "opencv": lambda: list(dali_views.load_views_by_opencv(data, (320, 240))),
         "dali": lambda: list(load()),
     }
-    taken = setting.time(ways, len(data))
-    yield row("JPEG files to pairs of views by DALI", taken["dali"], taken["opencv"], "OpenCV")
+    seconds = setting.time(ways, len(data))
+    yield format_row(
+        "JPEG files to pairs of views by DALI", seconds["dali"], seconds["opencv"], "OpenCV"
+    )
 
 
-def onnx_runtime(setting: Setting) -> Iterator[str]:
+def time_onnx_runtime(setting: Setting) -> Iterator[str]:
     """Compare the shipped weights in ONNX Runtime with torch, in time and in matches."""
     import onnxruntime
 
@@ -86,24 +89,27 @@ def onnx_runtime(setting: Setting) -> Iterator[str]:
         runtime = onnxruntime.InferenceSession(str(file), providers=[provider])
     device = str(setting.device)
     matcher = Matcher.load(device=device, max_keypoints=setting.keypoints, refine=False)
-    features = [matcher.extract(view) for view in two_views()]
-    values = onnx.inputs_of(*features)
+    features = [matcher.extract(view) for view in make_two_views()]
+    values = onnx.make_inputs(*features)
     ways = {
         "torch": lambda: matcher.match(*features),
         "ONNX": lambda: runtime.run(["matches0"], values),
     }
-    taken = setting.time(ways)
-    yield row(f"ONNX Runtime on {kind}: matching a pair", taken["ONNX"], taken["torch"], "torch")
+    seconds = setting.time(ways)
+    yield format_row(
+        f"ONNX Runtime on {kind}: matching a pair", seconds["ONNX"], seconds["torch"], "torch"
+    )
     # Compare the indices (M,) of the matches, for the keypoints that either way matches.
-    own = ways["ONNX"]()[0][0]
-    theirs, _ = ways["torch"]().dense()
-    equal = (own == theirs)[(own >= 0) | (theirs >= 0)].mean()
+    onnx_matches = ways["ONNX"]()[0][0]
+    torch_matches, _ = ways["torch"]().dense()
+    is_matched = (onnx_matches >= 0) | (torch_matches >= 0)
+    equal = (onnx_matches == torch_matches)[is_matched].mean()
     yield f"ONNX Runtime on {kind}: share of matches equal to torch's {equal:.4f}"
 
 
-def two_views() -> Tuple[np.ndarray, np.ndarray]:
+def make_two_views() -> Tuple[np.ndarray, np.ndarray]:
     """Return a photograph and itself rotated by 10 degrees about its middle."""
-    image = photographs(1)[0]
+    image = load_photographs(1)[0]
     height, width = image.shape
     rotation = cv2.getRotationMatrix2D((width / 2, height / 2), 10, 1.0)
     return image, cv2.warpAffine(image, rotation, (width, height))

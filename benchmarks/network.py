@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import plain
 from benchmarks.photographs import make_batch
-from benchmarks.timing import Call, Setting, row
+from benchmarks.timing import Call, Setting, format_row
 from pipeline.train.loss import MatchingObjective
 from superglue_sift import torch_compat
 from superglue_sift.network import sinkhorn
@@ -24,17 +24,16 @@ from superglue_sift.network.superglue import SuperGlue, mutual_matches
 from superglue_sift.network.weights import find_shipped_weights, fuse_for_inference, load_model
 
 PRECISIONS = ("float32", "bfloat16")
-ITERATIONS = 100  # Of Sinkhorn alone
+SINKHORN_ITERATIONS = 100
 SINKHORN_PAIRS = 8
 
 
-def training_call(model: SuperGlue, batch: PairBatch, way: str) -> Call:
+def make_training_call(model: SuperGlue, batch: PairBatch, way: str) -> Call:
     """Return a training step with Adam: truth, loss, gradient, update.
 
     Args:
         way: "plain", or the precision of the project's network.
     """
-    # All parameters are updated in one pass
     optimizer = torch.optim.Adam(
         model.train().parameters(), lr=1e-4, **torch_compat.fused_adam_options()
     )
@@ -43,7 +42,7 @@ def training_call(model: SuperGlue, batch: PairBatch, way: str) -> Call:
     def call() -> None:
         optimizer.zero_grad(set_to_none=True)
         if way == "plain":
-            loss = plain.dense_loss(plain.assign(model, batch), find_true_matches(batch))
+            loss = plain.compute_dense_loss(plain.assign(model, batch), find_true_matches(batch))
         else:
             loss = objective(batch)[0]
         loss.sum().backward()
@@ -52,39 +51,41 @@ def training_call(model: SuperGlue, batch: PairBatch, way: str) -> Call:
     return call
 
 
-def step(setting: Setting) -> Iterator[str]:
+def time_training_step(setting: Setting) -> Iterator[str]:
     """Compare a training step with the faster of two plain networks.
 
     One has LayerNorm as this project's network, and the other has the paper's BatchNorm.
     """
     batch = make_batch(setting.keypoints, 2).to(setting.device)
     plains = {
-        f"plain network, {norm} norm": training_call(setting.model(norm=norm), batch, "plain")
+        f"plain network, {norm} norm": make_training_call(
+            setting.make_model(norm=norm), batch, "plain"
+        )
         for norm in ("layer", "batch")
     }
-    ways = {name: training_call(setting.model(), batch, name) for name in PRECISIONS}
-    taken = setting.time({**plains, **ways}, 2)
-    fastest = min(plains, key=lambda way: np.median(taken[way]))
+    ways = {name: make_training_call(setting.make_model(), batch, name) for name in PRECISIONS}
+    seconds = setting.time({**plains, **ways}, 2)
+    fastest = min(plains, key=lambda way: np.median(seconds[way]))
     for precision in PRECISIONS:
         name = f"training step, N = {setting.keypoints}, batch 2, {precision}"
-        yield row(name, taken[precision], taken[fastest], fastest)
+        yield format_row(name, seconds[precision], seconds[fastest], fastest)
 
 
-def latency(setting: Setting) -> Iterator[str]:
-    """Compare one pair through the network with the plain network of the same weights."""
+def time_latency(setting: Setting) -> Iterator[str]:
+    """Compare the network with the plain network of the same weights, in the time of a pair."""
     batch = make_batch(setting.keypoints, 1).to(setting.device)
-    model = setting.model().eval()
-    # The plain network keeps its layers as they are trained
+    model = setting.make_model().eval()
+    # The plain network has the layers of the training, and the other one those of matching.
     ways = {name: functools.partial(fuse_for_inference(model, name), batch) for name in PRECISIONS}
     ways["plain"] = functools.partial(plain.assign, model, batch)
     with torch.no_grad():
-        taken = setting.time(ways)
+        seconds = setting.time(ways)
     for precision in PRECISIONS:
         name = f"latency of a pair, N = {setting.keypoints}, {precision}"
-        yield row(name, taken[precision], taken["plain"], "the plain network")
+        yield format_row(name, seconds[precision], seconds["plain"], "the plain network")
 
 
-def transport(setting: Setting) -> Iterator[str]:
+def time_transport(setting: Setting) -> Iterator[str]:
     """Compare Sinkhorn, forward and backward, with autograd in the log domain."""
     # (B, N, N) with a standard deviation of 5, the range of a network's scores
     N = setting.keypoints
@@ -96,30 +97,32 @@ def transport(setting: Setting) -> Iterator[str]:
     def call(way: str) -> None:
         scores.grad = None
         if way == "plain":
-            log_P = plain.sinkhorn(scores, dustbin, ITERATIONS)
+            log_P = plain.compute_sinkhorn(scores, dustbin, SINKHORN_ITERATIONS)
         else:
-            log_P, _ = sinkhorn.log_optimal_transport(scores, full, full, dustbin, ITERATIONS)
+            log_P, _ = sinkhorn.log_optimal_transport(
+                scores, full, full, dustbin, SINKHORN_ITERATIONS
+            )
         log_P.sum().backward()
 
     ways = {way: functools.partial(call, way) for way in ("plain", "scaled")}
-    taken = setting.time(ways, SINKHORN_PAIRS)
+    seconds = setting.time(ways, SINKHORN_PAIRS)
     name = f"Sinkhorn, forward and backward, N = {N}, batch {SINKHORN_PAIRS}"
-    yield row(name, taken["scaled"], taken["plain"], "autograd in the log domain")
+    yield format_row(name, seconds["scaled"], seconds["plain"], "autograd in the log domain")
 
 
-def parity(setting: Setting) -> Iterator[str]:
-    """Count the keypoints with the match that the shipped weights find in float32."""
+def compare_precisions(setting: Setting) -> Iterator[str]:
+    """Compare the matches of the shipped weights in other precisions with those in float32."""
     batch = make_batch(setting.keypoints, 4).to(setting.device)
     model = load_model(find_shipped_weights(), str(setting.device))[0]
 
-    def matches(precision: str) -> Tensor:
+    def match(precision: str) -> Tensor:
         with torch.no_grad():
             (log_P,), _ = model.assign([batch], precision=precision)
         return mutual_matches(log_P)[0]
 
-    exact = matches("float32")
+    matches32 = match("float32")
     for precision in ("bfloat16", "float16"):
-        rounded = matches(precision)
-        # Of the keypoints that have a match in one of both
-        equal = (exact == rounded)[(exact >= 0) | (rounded >= 0)].double().mean()
+        matches16 = match(precision)
+        is_matched = (matches32 >= 0) | (matches16 >= 0)
+        equal = (matches32 == matches16)[is_matched].double().mean()
         yield f"parity: {precision} to float32, share of equal matches {equal:.4f}"

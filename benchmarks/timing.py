@@ -16,18 +16,21 @@ import torch
 
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
-ROUNDS = 7  # Of a comparison, at most
-RESAMPLES = 2000
+ROUNDS = 7  # maximum number of a comparison
+RESAMPLES = 2000  # of the bootstrap
 
 Call = Callable[[], object]
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What the rows of a run share. A comparison takes about `seconds`.
+    """What all rows of a run share.
 
     Attributes:
+        device: where the network runs.
+        config: the architecture of the network.
         keypoints: N, the number of keypoints of a view.
+        seconds: time of a comparison, about.
     """
 
     device: torch.device
@@ -35,7 +38,7 @@ class Setting:
     keypoints: int = 512
     seconds: float = 15.0
 
-    def model(self, **changes: Any) -> SuperGlue:
+    def make_model(self, **changes: Any) -> SuperGlue:
         """Return an untrained network of this size, with the same weights each time."""
         torch.manual_seed(0)
         return SuperGlue(dataclasses.replace(self.config, **changes)).to(self.device)
@@ -49,45 +52,51 @@ class Setting:
             The seconds of one pair for each way, (rounds,). A call computes `count` pairs.
         """
         for way in ways.values():
-            self.time_once(way)
-        taken: Dict[str, List[float]] = {name: [] for name in ways}
+            self.time_call(way)
+        seconds_of: Dict[str, List[float]] = {name: [] for name in ways}
         names = list(ways)
         begun = time.perf_counter()
         for number in range(ROUNDS):
             if number >= 2 and time.perf_counter() - begun > self.seconds:
                 break
-            # Garbage of earlier rounds must not be collected while a way is timed
+            # Garbage of earlier rounds must not be collected while a way is timed.
             gc.collect()
             for name in names:
-                taken[name].append(self.time_once(ways[name]) / count)
+                seconds_of[name].append(self.time_call(ways[name]) / count)
             names.reverse()
-        return {name: np.array(seconds) for name, seconds in taken.items()}
+        return {name: np.array(seconds) for name, seconds in seconds_of.items()}
 
-    def time_once(self, way: Call) -> float:
+    def time_call(self, way: Call) -> float:
         """Return the seconds of a call, with the work that it leaves to a GPU."""
         begun = time.perf_counter()
         way()
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # The call has only queued its kernels
+            torch.cuda.synchronize()  # The call has only queued its kernels.
         return time.perf_counter() - begun
 
 
-def row(name: str, seconds: np.ndarray, base: Optional[np.ndarray] = None, other: str = "") -> str:
+def format_row(
+    name: str, seconds: np.ndarray, base: Optional[np.ndarray] = None, base_name: str = ""
+) -> str:
     """Format the median milliseconds with their range.
 
-    `base` has the seconds of another way, and `other` is its name. If `base` is given, the row has
-    the ratio of both ways in place of the range.
+    Args:
+        name: what was timed.
+        seconds: of each round, (rounds,).
+        base: seconds of another way, (rounds,). With it, the row has the ratio of both ways in
+            place of the range.
+        base_name: what the row calls the other way.
     """
     low, middle, high = 1e3 * np.percentile(seconds, [0, 50, 100])
     note = f"{low:.4g} to {high:.4g}"
     if base is not None:
-        note = f"{speed_up(base, seconds)} of {other}, {1e3 * np.median(base):.4g} ms"
+        note = f"{format_speed_up(base, seconds)} of {base_name}, {1e3 * np.median(base):.4g} ms"
     return f"{name:56} {middle:10.4g} ms     {1e3 / middle:7.3g}/s  {note}"
 
 
-def speed_up(slow: np.ndarray, fast: np.ndarray) -> str:
+def format_speed_up(slow: np.ndarray, fast: np.ndarray) -> str:
     """Return the median of `slow` over `fast`, round by round, with its 95 % interval."""
-    # Ways of one round met the same load, so their ratio is steadier than either
+    # Both ways of a round met the same load, so their ratio varies less than either.
     ratios = slow / fast
     draws = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])

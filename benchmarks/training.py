@@ -1,6 +1,6 @@
 """Measure the ways to train, one row for each way.
 
-`python -m benchmarks.training`, started by `modes`, is one rank of a way to train.
+`python -m benchmarks.training`, started by `time_modes`, is one rank of a way to train.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.photographs import make_batch
-from benchmarks.timing import Call, Setting, row
+from benchmarks.timing import Call, Setting, format_row
 from pipeline import distributed, launch, params, presets
 from pipeline.params import RunParams, TrainParams
 from pipeline.train import trainer
@@ -31,9 +31,9 @@ from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlueConfig
 from superglue_sift.torch_compat import describe_missing_compiler
 
-CLONE = Path(__file__).resolve().parents[1]  # Ranks import `benchmarks` from here
-PAIRS = {"cuda": 64, "cpu": 2}  # Of a step, for each process
-# Keys of `train` and `run` that differ from the plain ones, or parallel: dp for DataParallel
+CLONE = Path(__file__).resolve().parents[1]  # Ranks import `benchmarks` from it.
+PAIRS = {"cuda": 64, "cpu": 2}  # of a step, for each process
+# Values of `train` and `run` that differ from the plain ones, or parallel: dp for DataParallel
 Changes = Dict[str, Any]
 
 
@@ -43,35 +43,35 @@ def list_modes(device: str) -> Dict[str, Tuple[Changes, int, str]]:
     Each has its changes, its number of processes, and what this machine lacks for it, or "".
     """
     on_gpu = device == "cuda"
-    places = torch.cuda.device_count() if on_gpu else os.cpu_count() or 1
-    several = max(places, 2)
-    gpus = "" if on_gpu and places > 1 else "needs several GPUs"
+    devices = torch.cuda.device_count() if on_gpu else os.cpu_count() or 1
+    processes = max(devices, 2)
+    missing_gpus = "" if on_gpu and devices > 1 else "needs several GPUs"
     return {
-        f"DDP, processes: {several}": ({}, several, gpus if on_gpu else ""),
-        "DataParallel": ({"parallel": "dp"}, 1, gpus),
+        f"DDP, processes: {processes}": ({}, processes, missing_gpus if on_gpu else ""),
+        "DataParallel": ({"parallel": "dp"}, 1, missing_gpus),
         "AMP, bfloat16": ({"precision": "bfloat16"}, 1, ""),
         "AMP, float16": ({"precision": "float16"}, 1, "" if on_gpu else "needs a GPU"),
         "gradient accumulation, 2 parts": ({"accumulate": 2}, 1, ""),
         "deterministic": ({"deterministic": True}, 1, ""),
         "torch.compile": ({"compile": True}, 1, describe_missing_compiler(device)),
-        "plain once more": ({}, 1, ""),  # Shows how far the machine has changed meanwhile
+        "plain once more": ({}, 1, ""),  # Its ratio says how much the machine has changed.
     }
 
 
-def modes(setting: Setting) -> Iterator[str]:
+def time_modes(setting: Setting) -> Iterator[str]:
     """Compare each way to train with the plain one: one process in float32.
 
     Each runs in processes of its own.
     """
     plain = run_mode(setting, {}, 1)
-    yield row("mode: plain", plain)
+    yield format_row("mode: plain", plain)
     for way, (changes, processes, missing) in list_modes(setting.device.type).items():
         name = f"mode: {way}"
         if missing:
             yield f"{name:56} SKIP: {missing}"
             continue
         try:
-            yield row(name, run_mode(setting, changes, processes), plain, "plain")
+            yield format_row(name, run_mode(setting, changes, processes), plain, "plain")
         except RuntimeError as error:
             yield f"{name:56} FAILED: {error}"
 
@@ -82,16 +82,16 @@ def run_mode(setting: Setting, changes: Changes, processes: int) -> np.ndarray:
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     options = launch.make_torchrun_options(processes, restarts=0)
     command = [*torchrun, *options, "-m", "benchmarks.training", work]
-    # As many threads in all as the machine has cores
+    # All processes together have as many threads as the machine has cores.
     threads = {"OMP_NUM_THREADS": str(count_usable_cores() // processes or 1)}
     environment = {**launch.VARIABLES, **threads, **os.environ}
     if setting.device.type == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, env=environment, cwd=CLONE, capture_output=True, text=True)
     if done.returncode:
-        # The first error of a rank, not torchrun's summary
-        said = re.findall(r"\w*Error: .*", done.stderr)
-        raise RuntimeError((said or ["a rank failed"])[0])
+        # The first line is the error of a rank, and the last ones are torchrun's summary.
+        errors = re.findall(r"\w*Error: .*", done.stderr)
+        raise RuntimeError((errors or ["a rank failed"])[0])
     return np.array(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -101,25 +101,26 @@ def run_rank(work: str) -> int:
     with distributed.process_group() as context:
         devices = torch.cuda.device_count() if changes.get("parallel") == "dp" else 1
         pairs = PAIRS[context.device.type] * devices
-        # Every rank has to make the same number of rounds, so there is no limit of time
+        # Every rank must make the same number of rounds, so there is no limit of time.
         setting = Setting(context.device, SuperGlueConfig(**config), keypoints, float("inf"))
-        step = training_step(setting, pairs, context, changes)
-        taken = setting.time({"step": step}, pairs * context.world_size)["step"]
-    if context.is_main:  # `run_mode` reads this line
-        print(json.dumps(taken.tolist()))
+        step = make_training_step(setting, pairs, context, changes)
+        seconds = setting.time({"step": step}, pairs * context.world_size)["step"]
+    if context.is_main:
+        # `run_mode` reads this line.
+        print(json.dumps(seconds.tolist()))
     return 0
 
 
-def training_step(
+def make_training_step(
     setting: Setting, pairs: int, context: distributed.Context, changes: Changes
 ) -> Call:
     """Return a step of the stage `train`, with `pairs` of each rank, which are always the same."""
-    # The preset `sample`, with the network of `setting` and the changes
+    # The request is preset `sample` with the network of `setting` and the changes.
     model = setting.config.to_dict()
     values = {name: model[name] for name in model if name in TrainParams.model_fields}
     values.update(optimizer="adam", precision="float32", max_keypoints=setting.keypoints)
     values.update(changes)
-    several = values.pop("parallel", "") == "dp"
+    is_data_parallel = values.pop("parallel", "") == "dp"
     sample = params.load(presets.FOLDER / "sample.yaml")
     of_run = {name: values.pop(name) for name in {*values} & {*RunParams.model_fields}}
     run = sample.run.model_copy(update=of_run)
@@ -127,7 +128,8 @@ def training_step(
     precision, _ = choose_precision(train.precision, [detect_abilities(context.device)])
     network = make_network(train, run, context)
     objective, wrapped, state = build_objective_and_state(network, train, run, context, precision)
-    wrapped = DataParallelObjective(_FromTensors(objective)) if several else wrapped
+    if is_data_parallel:
+        wrapped = DataParallelObjective(_ObjectiveOfTensors(objective))
     part = make_batch(setting.keypoints, pairs // run.accumulate).to(context.device)
     common = wrapped, state.optimizer, state.scaler, [part] * run.accumulate
     return lambda: trainer.train_step(*common, pairs * context.world_size, context.world_size)
@@ -146,7 +148,9 @@ class DataParallelObjective(nn.DataParallel):
         return total.sum().reshape(1), parts
 
 
-class _FromTensors(nn.Module):
+class _ObjectiveOfTensors(nn.Module):
+    """The objective, called with the tensors of a batch."""
+
     def __init__(self, objective: MatchingObjective) -> None:
         super().__init__()
         self.objective = objective

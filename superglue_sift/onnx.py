@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from superglue_sift import errors
-from superglue_sift.errors import RequestError, check_range, import_extra
+from superglue_sift.errors import RequestError, check_range, import_extra, warn_deprecated
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import MIN_SCALE, TYPICAL_SCORE, positions
 from superglue_sift.files import FileName, check_writable, write_atomic
@@ -65,15 +65,15 @@ COLMAP_KEYPOINTS = 2048
 # With a threshold between 0.6 and 0.8, COLMAP's cameras of Strecha's scenes are most exact. Below
 # 0.8, one pair is false.
 COLMAP_THRESHOLD = 0.7
-# Shapes of five keypoints. Inputs that are not here have the shape (5,).
-EXAMPLES = {
+# Shapes of example inputs with five keypoints. All other inputs have the shape (5,).
+EXAMPLE_SHAPES = {
     "keypoints": (5, 2),
     "kpts": (5, 2),
     "descriptors": (5, SIFT_DIM),
     "desc": (5, SIFT_DIM),
     "image_size": (2,),
 }
-# FORMS has the names of the inputs and outputs of a file, for each program that reads it.
+# The names of the inputs and outputs of a file, by the program that reads it
 FORMS = {"any": (INPUTS, OUTPUTS), "colmap": (COLMAP_INPUTS, ("matches0", "mscores0"))}
 
 
@@ -84,18 +84,23 @@ class OnnxSuperGlue(nn.Module):
     """
 
     def __init__(self, model: SuperGlue, threshold: float) -> None:
-        """Wrap a model in evaluation mode. threshold: minimum probability of a match."""
+        """Wrap a network.
+
+        Args:
+            model: the network in evaluation mode.
+            threshold: minimum probability of a match.
+        """
         super().__init__()
         self.model = model
         self.threshold = threshold
 
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, ...]:
-        """Compute OUTPUTS from INPUTS. The module's docstring says their shapes."""
+        """Compute OUTPUTS from INPUTS, whose shapes the docstring of the module says."""
         masks = []
         views = []
         for keypoints, descriptors, scores, scales, angles, size in (inputs[:6], inputs[6:]):
             mask = pad(torch.ones_like(scores, dtype=torch.bool), (0, 1))
-            # Add a row of padding, since a maximum needs at least one row: (1, M + 1, ...).
+            # Add one keypoint of padding, (1, M + 1, ...), since a maximum needs at least one.
             scales, angles, scores = (pad(values, (0, 1)) for values in (scales, angles, scores))
             keypoints, descriptors = (pad(t, (0, 0, 0, 1)) for t in (keypoints, descriptors))
             size = size.unsqueeze(1).expand(-1, keypoints.shape[1], -1)
@@ -105,8 +110,8 @@ class OnnxSuperGlue(nn.Module):
         # (1, M + 1, ...) and (1, N + 1, ...) -> (T, ...)
         joined = KeypointTensors._make(map(images.join_images, zip(*views)))
         descriptors = self.model.compute_descriptors(joined, images)
-        # A graph cannot fall back to the log domain, so the transport is in float64, whose range
-        # is sufficient for trained scores.
+        # A graph cannot compute pairs that overflow again in the log domain. So the transport is in
+        # float64, whose range is sufficient for trained scores.
         (log_P,), _ = self.model.transport(descriptors, images, False, torch.float64)
         matches0, scores0, matches1, scores1 = mutual_matches(log_P, self.threshold)
         return tuple(values[:, :-1] for values in (matches0, matches1, scores0, scores1))
@@ -134,9 +139,11 @@ class ColmapSuperGlue(OnnxSuperGlue):
     def __init__(
         self, model: SuperGlue, threshold: float, max_keypoints: int = COLMAP_KEYPOINTS
     ) -> None:
-        """Wrap a model in evaluation mode. threshold: minimum probability of a match.
+        """Wrap a network.
 
         Args:
+            model: the network in evaluation mode.
+            threshold: minimum probability of a match.
             max_keypoints: maximum number of keypoints of an image. Keypoints with the best nearest
                 neighbours are kept, and the others have no match.
         """
@@ -147,70 +154,92 @@ class ColmapSuperGlue(OnnxSuperGlue):
         """Compute the outputs from COLMAP_INPUTS."""
         view0 = inputs[::2]  # kpts, desc, image_size, scales and oris of image 0
         view1 = inputs[1::2]
-        # Keep the keypoints that most likely have a match, in the units of the network. A slice
-        # [:n] would fix the exported graph to fewer keypoints.
+        # Keep the keypoints that most likely have a match. A slice [:n] would limit the exported
+        # graph to fewer keypoints.
         ranks = rank_by_descriptor(view0[1][0], view1[1][0])
         counts = (torch.sym_min(rank.shape[0], self.max_keypoints) for rank in ranks)
         order0, order1 = (
             rank.argsort()[torch.arange(count, device=rank.device)]
             for rank, count in zip(ranks, counts)
         )
-        values = *_from_colmap(order0, *view0), *_from_colmap(order1, *view1)
+        values = *_convert_from_colmap(order0, *view0), *_convert_from_colmap(order1, *view1)
         matches, _, scores, _ = super().forward(*values)
-        # Convert to indices of all keypoints. Where there is no match, -1 takes the last entry, -1.
+        # Convert to indices of all keypoints. A keypoint without a match has -1, which takes the
+        # last entry, -1.
         index1 = torch.cat([order1, order1.new_full((1,), -1)])[matches[0]]
-        none = torch.zeros_like(view0[3][0])
+        zeros = torch.zeros_like(view0[3][0])
         return (
-            torch.full_like(none, -1, dtype=torch.int64).index_copy(0, order0, index1),
-            none.index_copy(0, order0, scores[0].float()),
+            torch.full_like(zeros, -1, dtype=torch.int64).index_copy(0, order0, index1),
+            zeros.index_copy(0, order0, scores[0].float()),
         )
 
 
 def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
-    """Rank keypoints with unit descriptors (M, D) and (N, D). A smaller rank is a likelier match.
+    """Rank keypoints by their nearest neighbours. A match is likelier for a smaller rank.
+
+    Args:
+        desc0: unit descriptors of image 0, (M, D).
+        desc1: unit descriptors of image 1, (N, D).
 
     Returns:
         (M,) and (N,) float32. The rank is Lowe's ratio of distances. Mutual nearest neighbours get
         the smaller ratio of both directions, so that both are kept or none. All others get 1 more.
     """
-    # A row of zeros is the nearest neighbour where the other image has no keypoint.
+    # A row of zeros is the nearest neighbour if the other image has no keypoints.
     cosines = pad(desc0, (0, 0, 0, 1)) @ pad(desc1, (0, 0, 0, 1)).T
-    (to0, _, ratio0, mutual0), (to1, _, ratio1, mutual1) = find_nearest_neighbours(cosines[None])
-    rank0 = torch.where(mutual0, torch.minimum(ratio0, ratio1.gather(1, to0)), 1 + ratio0)
-    rank1 = torch.where(mutual1, torch.minimum(ratio1, ratio0.gather(1, to1)), 1 + ratio1)
+    neighbours0, neighbours1 = find_nearest_neighbours(cosines[None])
+    nearest0, _, ratio0, mutual0 = neighbours0
+    nearest1, _, ratio1, mutual1 = neighbours1
+    rank0 = torch.where(mutual0, torch.minimum(ratio0, ratio1.gather(1, nearest0)), 1 + ratio0)
+    rank1 = torch.where(mutual1, torch.minimum(ratio1, ratio0.gather(1, nearest1)), 1 + ratio1)
     return rank0[0, :-1], rank1[0, :-1]
 
 
-def _from_colmap(
+def _convert_from_colmap(
     order: Tensor, kpts: Tensor, desc: Tensor, size: Tensor, scales: Tensor, oris: Tensor
 ) -> Tuple[Tensor, ...]:
-    """Convert the keypoints `order` (n,) of one image to the units of INPUTS, in this order.
+    """Select keypoints of one image by their indices `order` (n,), and convert them to INPUTS.
 
-    Sizes are divided as by `Features.as_detected`, since the network knows images of up to RESIZE
-    px.
+    Positions and scales are divided as by `Features.as_detected`, since the network was trained
+    with images of up to RESIZE px.
     """
     kpts, desc, scales, oris = (t.index_select(1, order) for t in (kpts, desc, scales, oris))
-    scales = 2 * scales  # OpenCV's size is a diameter
-    # Take the largest reduction that makes no keypoint smaller than SIFT finds.
+    scales = 2 * scales  # OpenCV's size is a diameter.
+    # Use the largest reduction with which no keypoint is smaller than those that SIFT detects.
     smallest = torch.cat([scales[0], scales.new_full((1,), torch.inf)]).amin(0)
     unit = torch.minimum(size[0].amax(0) / RESIZE, smallest / MIN_SCALE).clamp(min=1.0)
-    scores = torch.full_like(scales, TYPICAL_SCORE)  # COLMAP stores no scores
-    descriptors = 512 * desc.square()  # the network takes the root
-    places = (kpts + 0.5) / unit - 0.5
-    return places, descriptors, scores, scales / unit, torch.rad2deg(oris), size / unit
+    scores = torch.full_like(scales, TYPICAL_SCORE)  # COLMAP stores no scores.
+    descriptors = 512 * desc.square()  # The network takes the root.
+    keypoints = (kpts + 0.5) / unit - 0.5
+    return keypoints, descriptors, scores, scales / unit, torch.rad2deg(oris), size / unit
+
+
+def make_inputs(features0: Features, features1: Features) -> Dict[str, np.ndarray]:
+    """Make the arrays that ONNX Runtime takes for a pair of images.
+
+    Args:
+        features0: SIFT features of image 0, from `Matcher.extract`.
+        features1: SIFT features of image 1.
+
+    Returns:
+        The arrays by the names of INPUTS, float32.
+    """
+    features0 = features0.as_detected(RESIZE)
+    features1 = features1.as_detected(RESIZE)
+    records0, records1, size0, size1 = choose_pair_orientations(
+        Pair(features0.records, features1.records, features0.size, features1.size)
+    )
+    arrays: List[np.ndarray] = []
+    for records, size in ((records0, size0), (records1, size1)):
+        columns = [records[name] for name in ("descriptor", "score", "scale", "angle")]
+        arrays += [positions(records), *columns, np.array(size)]
+    return {name: array.astype(np.float32)[None] for name, array in zip(INPUTS, arrays)}
 
 
 def inputs_of(features0: Features, features1: Features) -> Dict[str, np.ndarray]:
-    """Return the graph's INPUTS by name, for one pair of features from `Matcher.extract`."""
-    one, other = (view.as_detected(RESIZE) for view in (features0, features1))
-    records0, records1, *_ = choose_pair_orientations(
-        Pair(one.records, other.records, one.size, other.size)
-    )
-    values: List[np.ndarray] = []
-    for records, size in ((records0, one.size), (records1, other.size)):
-        columns = [records[name] for name in ("descriptor", "score", "scale", "angle")]
-        values += [positions(records), *columns, np.array(size)]
-    return {name: value.astype(np.float32)[None] for name, value in zip(INPUTS, values)}
+    """Call `make_inputs`. This is its name of version 0.1.0."""
+    warn_deprecated("onnx.inputs_of", "make_inputs")
+    return make_inputs(features0, features1)
 
 
 def export(
@@ -223,15 +252,16 @@ def export(
     """Write a trained model as ONNX, opset 18, in one .onnx file. This takes a minute or more.
 
     Args:
-        model: a model file. If None, take the shipped weights.
+        path: the file, which must end in `.onnx`.
+        model: a model file. If None, it is that of the shipped weights.
         threshold: minimum probability of a match, which the file's metadata contain. If None, it is
             COLMAP_THRESHOLD for COLMAP, and otherwise the model's own or 0.2.
         form: a key of FORMS.
         max_keypoints: for COLMAP, see `ColmapSuperGlue`. If None, it is COLMAP_KEYPOINTS.
 
     Raises:
-        RequestError: For `max_keypoints` in another form, if there is no such model, if the file
-            cannot be written or has another extension, or if packages are missing.
+        RequestError: If there is no such model, if packages are missing, if `max_keypoints` is
+            given for another form, or if the file has another extension or cannot be written.
     """
     path = Path(path)
     if path.suffix != ".onnx":
@@ -240,7 +270,7 @@ def export(
         raise RequestError("max_keypoints: only for COLMAP, a graph for others takes any number")
     check_writable(path)
     onnx = import_extra("onnx", "onnx")
-    import_extra("onnxscript", "onnx")  # torch's exporter needs it
+    import_extra("onnxscript", "onnx")  # torch's exporter needs it.
     if not can_export():
         reason = "cannot export a network with dynamic shapes: install 2.5 or newer"
         raise RequestError(f"torch {torch.__version__} {reason}")
@@ -254,16 +284,15 @@ def export(
     if form == "colmap":
         module = ColmapSuperGlue(network, threshold, max_keypoints or COLMAP_KEYPOINTS)
     inputs, outputs = FORMS[form]
-    # Create example inputs of five keypoints. The graph takes any number of them.
+    # The graph takes any numbers of keypoints, but the trace needs examples.
     counts = {view: torch.export.Dim("keypoints" + view) for view in "01"}
-    values = [torch.ones((1, *EXAMPLES.get(name[:-1], (5,))), **FLOAT32) for name in inputs]
+    values = [torch.ones((1, *EXAMPLE_SHAPES.get(name[:-1], (5,))), **FLOAT32) for name in inputs]
     shapes = [{} if "size" in name else {1: counts[name[-1]]} for name in inputs]
-    # Trace the network, and translate it.
     with torch.no_grad():
         exported = torch.export.export(
             module.eval(), tuple(values), dynamic_shapes=(tuple(shapes),)
         )
-    written = torch.onnx.export(
+    program = torch.onnx.export(
         exported,
         dynamo=True,
         input_names=inputs,
@@ -271,12 +300,12 @@ def export(
         opset_version=OPSET,
         verbose=False,
     )
-    assert written is not None
-    file = written.model_proto  # a property that returns a new object
-    # Older versions of ONNX Runtime read the file with this version.
-    file.ir_version = IR_VERSION
-    onnx.helper.set_model_props(file, {"match_threshold": repr(threshold)})
-    write_atomic(path, file.SerializeToString())
+    assert program is not None
+    proto = program.model_proto  # Each access returns a new object.
+    # Older versions of ONNX Runtime can read this version.
+    proto.ir_version = IR_VERSION
+    onnx.helper.set_model_props(proto, {"match_threshold": repr(threshold)})
+    write_atomic(path, proto.SerializeToString())
     return path
 
 

@@ -67,18 +67,18 @@ def by_network(model):
     return run
 
 
-def by_module(module, inputs_of=onnx.inputs_of):
+def by_module(module, make_inputs=onnx.make_inputs):
     @torch.no_grad()
     def run(*sides):
-        return module(*map(torch.from_numpy, inputs_of(*sides).values()))
+        return module(*map(torch.from_numpy, make_inputs(*sides).values()))
 
     return run
 
 
-def by_onnx_runtime(path, inputs_of=onnx.inputs_of):
+def by_onnx_runtime(path, make_inputs=onnx.make_inputs):
     runtime = pytest.importorskip("onnxruntime")
     opened = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return lambda *sides: opened.run(None, inputs_of(*sides))
+    return lambda *sides: opened.run(None, make_inputs(*sides))
 
 
 def assert_same_outputs(run, other, tolerance):
@@ -113,6 +113,14 @@ def test_the_graph_matches_as_the_network(tmp_path, changes):
         path = write_model(tmp_path / "m.safetensors", layers=2, **changes)
     model, _ = load_model(path)
     assert_same_outputs(by_module(onnx.OnnxSuperGlue(model, 0.1)), by_network(model), IN_TORCH)
+
+
+def test_inputs_have_the_name_of_version_0_1_0(photo):
+    sides = two_views(photo, 50, 320)
+    with pytest.warns(DeprecationWarning, match="make_inputs"):
+        arrays = onnx.inputs_of(*sides)
+    for name, array in onnx.make_inputs(*sides).items():
+        np.testing.assert_array_equal(arrays[name], array)
 
 
 @pytest.mark.slow

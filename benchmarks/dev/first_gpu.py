@@ -40,9 +40,9 @@ from superglue_sift.torch_compat import describe_missing_compiler
 
 CLONE = Path(__file__).resolve().parents[2]
 GRACE = 60  # seconds to save after SIGTERM
-# A rehearsal on a CPU gets this many times the limits, since other work may keep the CPU busy
+# The limits of a rehearsal on a CPU are so many times as long, since other work may keep it busy.
 PATIENCE = 8
-# What stays on the machine; the rest of OUT is copied to OUT/back
+# Files of OUT that are not copied to OUT/back
 LARGE = shutil.ignore_patterns("back", "data", "step-*", "mlflow*", "*.jsonl", "*.png", "*.jpg")
 
 # A rehearsal trains preset `pretrained` with fewer and smaller pairs. It saves after each step.
@@ -97,7 +97,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = parser.parse_args(argv)
     out: Path = args.out.resolve()
     if args.compare:
-        return compare(out)
+        return compare_trainings(out)
     small = args.device == "cpu"
     write_params(out, small, args.images, args.val_images)
     end = time.monotonic() + 60 * args.budget
@@ -112,7 +112,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         limit = min(part.seconds * (PATIENCE if small else 1), left)
         log = out / f"{number:02d}-{part.name}.log"
         skipped = f"SKIP: {part.missing}" if part.missing else ""
-        rows[part.name] = skipped or run(part, limit, log, small)
+        rows[part.name] = skipped or run_part(part, limit, log, small)
         write_atomic(file, json.dumps(rows, indent=1) + "\n")
         print(f"{part.name}: {rows[part.name]}", flush=True)
         shutil.copytree(out, out / "back", ignore=LARGE, dirs_exist_ok=True)
@@ -127,7 +127,7 @@ def write_params(
     `weights` is preset `pretrained`. The others are preset `sample` with a larger network. A
     rehearsal has preset `ci` for these, and a few steps of a few pairs for the weights.
     """
-    # by the same kernels on each device: `portable` is slower on a CPU
+    # Both devices compute in float32. `portable` would be slower on a CPU.
     curve: Dict[str, Any] = {"train.precision": "float32", "run.log_every": 1, "run.save_every": 10}
     large = {
         "keypoints.max_keypoints": 512,
@@ -144,11 +144,11 @@ def write_params(
     }
     preset = "ci" if small else "sample"
     curve.update({} if small else large)
-    # only with `deterministic` a GPU computes the same bytes twice
+    # Only with `deterministic` a GPU computes the same bytes twice.
     for name in ("curve", "whole", "cpu"):
-        write(out / name, preset, {**curve, "run.deterministic": True})
-    write(out / "float16", preset, {**curve, "train.precision": "float16"})
-    write(out / "compiled", preset, {**curve, "run.compile": True})
+        write_preset(out / name, preset, {**curve, "run.deterministic": True})
+    write_preset(out / "float16", preset, {**curve, "train.precision": "float16"})
+    write_preset(out / "compiled", preset, {**curve, "run.compile": True})
     if images:
         weights = {
             "fetch.source": "folder",
@@ -157,16 +157,22 @@ def write_params(
             "run.save_every": 100,
         }
         weights.update(REHEARSED if small else {})
-        write(out / "weights", "pretrained", weights)
+        write_preset(out / "weights", "pretrained", weights)
 
 
-def write(folder: Path, preset: str, changes: Dict[str, Any]) -> None:
-    """Write a preset with other values, such as `{"train.steps": 8}`, and check it."""
+def write_preset(folder: Path, preset: str, changes: Dict[str, Any]) -> None:
+    """Write FOLDER/params.yaml, a preset with other values, and check it.
+
+    Args:
+        folder: FOLDER.
+        preset: name of the preset.
+        changes: the other values, such as `{"train.steps": 8}`.
+    """
     tree = YAML(typ="safe", pure=True).load(presets.read_preset(preset))
     for name, value in changes.items():
         section, key = name.split(".")
         tree[section][key] = value
-    write_atomic(folder / "params.yaml", json.dumps(tree, indent=1))  # JSON is YAML
+    write_atomic(folder / "params.yaml", json.dumps(tree, indent=1))  # JSON is YAML, too.
     params.load(folder / "params.yaml")
 
 
@@ -179,7 +185,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
     tests = "tests/fetch" if small else "tests"
     train = "pipeline.launch pipeline.train --keypoints ../curve/data/keypoints"
     saved = "curve/checkpoints/*/step-*.json"
-    stopped = (0, STOPPED)  # a training that is stopped has saved, and ends with this code
+    stopped = (0, STOPPED)  # A training that is stopped has saved, and ends with this code.
     size = "--dim 16 --layers 1 --keypoints 64 --seconds 0.5" if small else "--dim 256"
     table = f"benchmarks --device {device} {size} --only"
     rows = " ms | share |SKIP|FAILED"
@@ -207,8 +213,18 @@ def list_parts(out: Path, device: str) -> List[Part]:
     ]
 
 
-def run(part: Part, seconds: float, log: Path, small: bool) -> str:
-    """Run a part. Returns `ok` or what went wrong, the seconds and the figures."""
+def run_part(part: Part, seconds: float, log: Path, small: bool) -> str:
+    """Run a part.
+
+    Args:
+        part: the part.
+        seconds: its limit.
+        log: file for its output. Its folder is OUT.
+        small: whether this is a rehearsal on a CPU.
+
+    Returns:
+        A line with `ok` or what went wrong, the seconds and the figures.
+    """
     out = log.parent
     environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{out / 'mlflow.db'}", **os.environ}
     environment["PYTHONPATH"] = f"{CLONE}{os.pathsep}{environment.get('PYTHONPATH', '')}"
@@ -238,14 +254,14 @@ def run(part: Part, seconds: float, log: Path, small: bool) -> str:
     code = process.returncode
     outcome = "ok" if code in part.expected else f"FAILED with exit code {code}"
     if stopped and code == STOPPED and outcome != "ok":
-        outcome = "UNFINISHED"  # it has saved, and another call resumes it
+        outcome = "UNFINISHED"  # It has saved, and another call resumes it.
     lines = log.read_text(errors="replace").splitlines()
-    found = [line for line in lines if part.figures and re.search(part.figures, line)]
-    figures = " | ".join(" ".join(line.split()) for line in found or lines[-1:])
+    figure_lines = [line for line in lines if part.figures and re.search(part.figures, line)]
+    figures = " | ".join(" ".join(line.split()) for line in figure_lines or lines[-1:])
     return f"{outcome}{stopped}, {time.monotonic() - begun:.0f} s: {figures}"
 
 
-def compare(out: Path) -> int:
+def compare_trainings(out: Path) -> int:
     """Compare the training `curve` with the CPU's losses and with the unbroken training.
 
     Prints the losses of each step. Returns 0 if the bytes of the resumed and the unbroken weights
@@ -258,14 +274,14 @@ def compare(out: Path) -> int:
         }
     ).dropna()
     print(losses.to_string())
-    away = (losses.cpu / losses.curve - 1).abs().max()
+    difference = (losses.cpu / losses.curve - 1).abs().max()
     ends = []
     for name in ("curve", "whole"):
         last = max((out / name).glob("checkpoints/*/step-*.safetensors"), key=lambda f: f.name)
         ends.append((last.name, last.read_bytes()))
     equal = ends[0] == ends[1]
     print(
-        f"{len(losses)} steps: losses differ by {away:.2e} at most; the resumed training has"
+        f"{len(losses)} steps: losses differ by {difference:.2e} at most; the resumed training has"
         f" {'the bytes' if equal else 'OTHER BYTES than those'} of the unbroken one"
     )
     return 0 if equal else 1

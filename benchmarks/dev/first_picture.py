@@ -28,13 +28,13 @@ QUALITY = 85  # of the JPEG
 ROWS = 400  # of the photograph, from its top
 
 
-def views() -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+def make_views() -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the photograph (H, W, 3) uint8 BGR, the synthetic view, and the homography."""
     from skimage import data
 
     photo = np.ascontiguousarray(data.astronaut()[:ROWS, :, ::-1])
     height, width = photo.shape[:2]
-    # rotate, tilt and shrink about the middle
+    # Rotate, tilt and shrink about the middle.
     middle = np.array([[1, 0, (width - 1) / 2], [0, 1, (height - 1) / 2], [0, 0, 1]])
     cos = np.cos(np.radians(130.0))
     sin = np.sin(np.radians(130.0))
@@ -42,7 +42,7 @@ def views() -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     tilt = np.array([[1 / 2.5, 0, 0], [0, 1, 0], [0.001, 0, 1]])
     H = middle @ np.diag([1.0, 1.0, 1.0 / 0.9]) @ tilt @ turn @ np.linalg.inv(middle)
     warped = cv2.warpPerspective(photo, H, (width, height), flags=cv2.INTER_AREA)
-    # blur, darken and add noise
+    # Blur, darken and add noise.
     blurred = cv2.GaussianBlur(warped, (0, 0), 1.0)
     noise = np.random.default_rng(0).normal(0, 4, blurred.shape)
     dark = 0.8 * 255 * (blurred / 255.0) ** 1.5 + noise
@@ -62,14 +62,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("out", type=Path, help="the picture, for instance docs/matches.jpg")
     out = parser.parse_args(argv).out
     matcher = Matcher.load(device="cpu")
-    image0, image1, H = views()
-    one, other = map(matcher.extract, (image0, image1))
-    # the baseline of the evaluation, from the same keypoints
-    pair = choose_pair_orientations(Pair(one.records, other.records, one.size, other.size))
-    passed = match_baselines(pair)[RATIO_TEST].above(RATIO_THRESHOLD)
-    baseline = MatchResult.of(one, other, passed).refine(one, other)
+    image0, image1, H = make_views()
+    features0 = matcher.extract(image0)
+    features1 = matcher.extract(image1)
+    # The baseline of the evaluation, from the same keypoints
+    pair = choose_pair_orientations(
+        Pair(features0.records, features1.records, features0.size, features1.size)
+    )
+    ratio_matches = match_baselines(pair)[RATIO_TEST].above(RATIO_THRESHOLD)
+    baseline = MatchResult.of(features0, features1, ratio_matches).refine(features0, features1)
     panels = [
-        make_panel("SuperGlue", matcher.match(one, other), H),
+        make_panel("SuperGlue", matcher.match(features0, features1), H),
         make_panel("ratio test", baseline, H),
     ]
     picture = drawing.draw_panels(image0, image1, panels)

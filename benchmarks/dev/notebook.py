@@ -17,10 +17,18 @@ from typing import Any, Optional, Sequence
 SECONDS = 600  # of a cell, at most
 
 
-def executed(path: Path, folder: Path) -> Any:
-    """Run the notebook (nbformat 4) of `path` in `folder`, and return it with its outputs.
+def run_notebook(path: Path, folder: Path) -> Any:
+    """Run a notebook.
 
-    Raises nbclient's error of a cell.
+    Args:
+        path: the notebook, which stays as it is.
+        folder: where it runs.
+
+    Returns:
+        The notebook (nbformat 4) with its outputs.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: If a cell fails.
     """
     import nbclient
     import nbformat
@@ -34,7 +42,7 @@ def executed(path: Path, folder: Path) -> Any:
     client.execute(env={**os.environ, "PYTHONPATH": os.getcwd()})
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            # lines of progress differ each time
+            # Lines of progress differ each time.
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     notebook.metadata = {name: notebook.metadata[name] for name in ("kernelspec", "language_info")}
     return notebook
@@ -48,7 +56,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     import nbformat
 
     with tempfile.TemporaryDirectory() as folder:
-        nbformat.write(executed(path, Path(folder)), path)
+        nbformat.write(run_notebook(path, Path(folder)), path)
     return 0
 
 

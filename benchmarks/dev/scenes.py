@@ -51,7 +51,8 @@ from superglue_sift.interop.colmap import CENTRE
 WORK = Path("scenes")  # databases and models
 RIGHT_PX = 4.0  # from the true epipolar lines
 LONGER = 1024  # px, side of the photographs
-FEATURES = {"superglue": 0, "colmap": 8192, "held": 1024, "stored": 8192}  # of COLMAP
+# Ways to build a database, and the maximum number of COLMAP's features of an image
+FEATURES = {"superglue": 0, "colmap": 8192, "held": 1024, "stored": 8192}
 MODEL = ["registered", "points", "track", "reprojection, px", "centres, cm", "%", "rotations"]
 CENTRES = MODEL.index("centres, cm")
 
@@ -74,7 +75,11 @@ Cameras = Dict[str, Camera]  # by the names of photographs
 
 
 def read_cameras(path: Path) -> Cameras:
-    """Read a text file with `name fx fy cx cy R(9) C(3)` in each line. Raises RequestError."""
+    """Read a text file with `name fx fy cx cy R(9) C(3)` in each line.
+
+    Raises:
+        RequestError: If a line has other columns.
+    """
     try:
         rows = pd.read_csv(path, sep=r"\s+", comment="#", header=None, index_col=0)
         numbers = rows.to_numpy(float).reshape(len(rows), 16)
@@ -88,7 +93,7 @@ def read_cameras(path: Path) -> Cameras:
     return cameras
 
 
-def fundamental(camera0: Camera, camera1: Camera) -> np.ndarray:
+def compute_fundamental(camera0: Camera, camera1: Camera) -> np.ndarray:
     """Compute F (3, 3), with x1^T F x0 = 0 in pixels."""
     x, y, z = camera1.R @ (camera0.C - camera1.C)
     E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ camera1.R @ camera0.R.T
@@ -96,13 +101,23 @@ def fundamental(camera0: Camera, camera1: Camera) -> np.ndarray:
 
 
 def write_scenes(images: Path, cameras: Path, only: str = "", every: int = 1) -> Dict[str, Cameras]:
-    """Write the photographs of the scenes asked for, reduced, below WORK.
+    """Write the reduced photographs of scenes below WORK.
 
-    castle_0007.jpg belongs to castle. Returns the cameras of each scene. Raises RequestError.
+    Args:
+        images: folder of the photographs. castle_0007.jpg belongs to the scene castle.
+        cameras: file of the cameras (`read_cameras`).
+        only: a scene. If empty, all scenes are written.
+        every: each so many photographs are written.
+
+    Returns:
+        The cameras of each scene.
+
+    Raises:
+        RequestError: If there are no such photographs, or the file of cameras is wrong.
     """
-    known = read_cameras(cameras)
+    camera_of = read_cameras(cameras)
     scenes: Dict[str, List[str]] = {}
-    for file in sorted(known):
+    for file in sorted(camera_of):
         name = re.sub(r"[-_]?\d+\.\w+$", "", file)
         if (images / file).is_file() and only in ("", name):
             scenes.setdefault(name, []).append(file)
@@ -111,7 +126,7 @@ def write_scenes(images: Path, cameras: Path, only: str = "", every: int = 1) ->
     written: Dict[str, Cameras] = {}
     for name, files in scenes.items():
         title = name if every == 1 else f"{name} 1/{every}"
-        folder = photos_of(title)
+        folder = find_photos(title)
         folder.mkdir(parents=True, exist_ok=True)
         written[title] = {}
         for file in files[::every]:
@@ -119,21 +134,28 @@ def write_scenes(images: Path, cameras: Path, only: str = "", every: int = 1) ->
             small = reduce_image(image, LONGER)
             cv2.imwrite(str(folder / file), small, [cv2.IMWRITE_JPEG_QUALITY, 95])
             to_small = two_view.map_to_resized(image.shape[::-1], small.shape[::-1])
-            written[title][file] = known[file]._replace(K=to_small @ known[file].K)
+            camera = camera_of[file]
+            written[title][file] = camera._replace(K=to_small @ camera.K)
     return written
 
 
-def photos_of(scene: str) -> Path:
+def find_photos(scene: str) -> Path:
     """Return the folder of a scene's reduced photographs."""
     return WORK / scene.replace("/", "-") / "photos"
 
 
 def build_database(database: Path, photos: Path, way: str) -> None:
-    """Match all pairs in one of the ways. Users' commands and COLMAP have their defaults."""
+    """Write a database with the matches of all pairs. Commands and COLMAP have their defaults.
+
+    Args:
+        database: the file.
+        photos: folder of the photographs.
+        way: how, a key of FEATURES.
+    """
     command = [sys.executable, "-m", "superglue_sift", "--colmap", str(database)]
     if way == "superglue":
-        more = [str(photos), "--out-dir", str(database.with_suffix(""))]
-        subprocess.run(command + more, check=True, stdout=subprocess.DEVNULL)
+        options = [str(photos), "--out-dir", str(database.with_suffix(""))]
+        subprocess.run(command + options, check=True, stdout=subprocess.DEVNULL)
         return
     import pycolmap
 
@@ -148,13 +170,20 @@ def build_database(database: Path, photos: Path, way: str) -> None:
 
 
 def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List[str]:
-    """Map a database, and return the cells of MODEL for the largest model.
+    """Map a database by COLMAP, and measure the largest model.
 
-    A model of fewer than three photographs has no errors.
+    Args:
+        database: the file.
+        photos: folder of the photographs.
+        cameras: the true cameras.
+        seed: seed of the mapping.
+
+    Returns:
+        The cells of MODEL. A model of fewer than three photographs has no errors.
     """
     import pycolmap
 
-    pycolmap.logging.minloglevel = 2  # errors alone
+    pycolmap.logging.minloglevel = 2  # errors
     pycolmap.set_random_seed(seed)
     folder = database.with_name(f"model-{seed}")
     folder.mkdir()
@@ -163,7 +192,7 @@ def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List
     registered = model.num_reg_images() if model else 0
     cells = [f"{registered} of {len(cameras)}", *[""] * (len(MODEL) - 1)]
     if registered >= 3:
-        centre, percent, rotation = model_errors(model, cameras)
+        centre, percent, rotation = measure_model_errors(model, cameras)
         cells[1:] = [
             f"{model.num_points3D():,}",
             f"{model.compute_mean_track_length():.2f}",
@@ -175,7 +204,7 @@ def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List
     return cells
 
 
-def model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
+def measure_model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
     """Measure a pycolmap.Reconstruction's cameras, after the best similarity of their centres.
 
     Returns:
@@ -184,15 +213,17 @@ def model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
     """
     import pycolmap
 
-    poses = {each.name: each.cam_from_world() for each in model.images.values() if each.has_pose}
+    images = [image for image in model.images.values() if image.has_pose]
+    poses = {image.name: image.cam_from_world() for image in images}
     centres = np.array([pose.inverse().translation for pose in poses.values()])
     true = np.array([cameras[name].C for name in poses])
-    moved = pycolmap.estimate_sim3d(centres, true)
-    if moved is None:  # cameras at one place
+    similarity = pycolmap.estimate_sim3d(centres, true)
+    if similarity is None:
+        # All cameras are at one position.
         return np.inf, np.inf, np.inf
-    distance = float(np.linalg.norm(moved * centres - true, axis=1).mean())
+    distance = float(np.linalg.norm(similarity * centres - true, axis=1).mean())
     largest = float(pdist([camera.C for camera in cameras.values()]).max())
-    back = moved.rotation.matrix().T
+    back = similarity.rotation.matrix().T
     turns = [pose.rotation.matrix() @ back @ cameras[name].R.T for name, pose in poses.items()]
     rotation = float(np.degrees(Rotation.from_matrix(turns).magnitude()).mean())
     return distance, 100 * distance / largest, rotation
@@ -204,12 +235,12 @@ def count_pairs(database: Path, cameras: Cameras) -> Tuple[int, int]:
 
     verified = false = 0
     with pycolmap.Database.open(str(database)) as content:
-        for pair, found in zip(*content.read_two_view_geometries()):
-            matches = found.inlier_matches
+        for pair, geometry in zip(*content.read_two_view_geometries()):
+            matches = geometry.inlier_matches
             if not len(matches):
                 continue
             keys = pycolmap.pair_id_to_image_pair(pair)
-            F = fundamental(*(cameras[content.read_image(key).name] for key in keys))
+            F = compute_fundamental(*(cameras[content.read_image(key).name] for key in keys))
             both = (
                 content.read_keypoints(key)[index, :2].astype(float) - CENTRE
                 for key, index in zip(keys, matches.T)
@@ -219,14 +250,20 @@ def count_pairs(database: Path, cameras: Cameras) -> Tuple[int, int]:
     return verified, false
 
 
-def measure(scene: str, cameras: Cameras, way: str, seeds: int) -> List[str]:
-    """Match a scene in one way; return the cells of the model of median error among the seeds."""
-    photos = photos_of(scene)
+def measure_scene(scene: str, cameras: Cameras, way: str, seeds: int) -> List[str]:
+    """Match a scene in one way, and map it with several seeds.
+
+    Returns:
+        The cells of a row: the scene, the way, the model of median error, the pairs, and the
+        seconds.
+    """
+    photos = find_photos(scene)
     database = photos.parent / way / "database.db"
     shutil.rmtree(database.parent, ignore_errors=True)
     database.parent.mkdir()
     started = time.perf_counter()
-    used = sum(os.times()[:4])  # of this process and of the children it waited for
+    # Processor seconds of this process, and of the children that have ended
+    used = sum(os.times()[:4])
     build_database(database, photos, way)
     wall = time.perf_counter() - started
     seconds = f"{wall:.0f} / {sum(os.times()[:4]) - used:.0f}"
@@ -251,12 +288,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add("--seeds", type=int, default=1, help="of mapping; shows the median error and its range")
     options = parser.parse_args(argv)
     scenes = write_scenes(options.images, options.cameras, options.only, options.every)
-    # a Markdown table, each row as soon as it is measured
+    # Each row of the Markdown table is printed as soon as it is measured.
     head = ["scene", "way", *MODEL, "pairs", "false", "seconds"]
     print("|", " | ".join(head), "|")
     print("|---" * len(head) + "|")
     for (scene, cameras), way in itertools.product(scenes.items(), options.ways):
-        print("|", " | ".join(measure(scene, cameras, way, options.seeds)), "|", flush=True)
+        print("|", " | ".join(measure_scene(scene, cameras, way, options.seeds)), "|", flush=True)
     return 0
 
 

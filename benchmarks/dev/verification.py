@@ -82,8 +82,8 @@ EVIDENCE = ["lead", "support"]
 # Made pairs
 
 
-def halves(rng: Random, photo: Gray, _other: Gray) -> List[View]:
-    """Take two views of each half of a photograph. The halves show different places."""
+def make_halves(rng: Random, photo: Gray, _other: Gray) -> List[View]:
+    """Take two views of each half of a photograph. Each half counts as a place of its own."""
     width = photo.shape[1] // 2
     views = []
     for left in (0, 0, width, width):
@@ -94,7 +94,7 @@ def halves(rng: Random, photo: Gray, _other: Gray) -> List[View]:
     return views
 
 
-def court(rng: Random, photo: Gray, other: Gray) -> List[View]:
+def make_court(rng: Random, photo: Gray, other: Gray) -> List[View]:
     """Take views within a court, whose four walls have the same windows.
 
     Behind the windows, each wall shows another quarter of the other photograph.
@@ -112,11 +112,11 @@ def court(rng: Random, photo: Gray, other: Gray) -> List[View]:
         heading = rng.uniform(-math.pi, math.pi)
         ahead = np.array([math.cos(heading), math.sin(heading), 0])
         eye = rng.uniform(-0.08, 0.08, 3) * side - rng.uniform(0.16, 0.38) * side * ahead
-        views.append(look(rng, walls, frames, eye, ahead))
+        views.append(take_view(rng, walls, frames, eye, ahead))
     return views
 
 
-def facade(rng: Random, photo: Gray, other: Gray) -> List[View]:
+def make_facade(rng: Random, photo: Gray, other: Gray) -> List[View]:
     """Take views along a facade with equal windows. The other photograph is its background."""
     walls = hang_windows(rng, photo, [other], FACADE)
     frame = np.column_stack([[1, 0, 0], [0, 0, 1], [-FACADE[0] / 2, 0, -FACADE[1] / 2]])
@@ -125,14 +125,20 @@ def facade(rng: Random, photo: Gray, other: Gray) -> List[View]:
         heading = rng.uniform(-0.6, 0.6)
         ahead = np.array([math.sin(heading), -math.cos(heading), 0])
         eye = np.array([rng.uniform(-0.4, 0.4) * FACADE[0], rng.uniform(500, 1000), 0])
-        views.append(look(rng, walls, [frame], eye, ahead))
+        views.append(take_view(rng, walls, [frame], eye, ahead))
     return views
 
 
 def hang_windows(rng: Random, photo: Gray, backs: Sequence[Gray], size: Size) -> List[Gray]:
-    """Draw walls of `size` with rows of equal windows on the backgrounds, which are faint.
+    """Draw walls with rows of equal windows on faint backgrounds.
 
     A window is the middle of a photograph. The background shines through it, as a reflection does.
+
+    Args:
+        rng: decides the windows, the contrast and the noise.
+        photo: the photograph of the windows.
+        backs: the background of each wall.
+        size: width and height of a wall in px.
     """
     window = rng.integers(*WINDOW)
     y, x = np.array(photo.shape) // 2 - 120
@@ -152,7 +158,7 @@ def hang_windows(rng: Random, photo: Gray, backs: Sequence[Gray], size: Size) ->
     return walls
 
 
-def look(
+def take_view(
     rng: Random,
     walls: Sequence[Gray],
     frames: Sequence[np.ndarray],
@@ -162,10 +168,12 @@ def look(
     """Take a view of walls.
 
     Args:
+        rng: decides the focal length and the light.
+        walls: images of the walls.
         frames: for each wall, a matrix (3, 3). Its columns are the direction of x, the direction of
-            y, and the place of the first pixel. A pixel of a wall is the unit of length, and the
-            third axis points down.
-        eye, ahead: (3,), place and direction of the camera.
+            y, and the position of the first pixel. A pixel of a wall is the unit of length, and
+            the third axis points down.
+        eye, ahead: (3,), position and direction of the camera.
     """
     focal = LARGE[0] * rng.uniform(0.7, 1.2)
     K = np.array([[focal, 0, LARGE[0] / 2], [0, focal, LARGE[1] / 2], [0, 0, 1]])
@@ -183,100 +191,126 @@ def look(
     return distort(image, rng, LIGHT), planes
 
 
-KINDS = (halves, court, facade)
+KINDS = {"halves": make_halves, "court": make_court, "facade": make_facade}
 
 
-def away(planes: Sequence[np.ndarray], points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """Measure how far (k,) `points1` are from where the nearest homography maps `points0`."""
+def measure_distances(
+    planes: Sequence[np.ndarray], points0: np.ndarray, points1: np.ndarray
+) -> np.ndarray:
+    """Measure the errors of matches of a place whose planes have one homography each.
+
+    Args:
+        planes: homographies (3, 3) from image 0 to image 1.
+        points0, points1: positions of the matches in both images, (k, 2) px.
+
+    Returns:
+        (k,) px, the distance from `points1` to the nearest of the mapped `points0`.
+    """
     return np.min([np.linalg.norm(transform(points0, H) - points1, axis=1) for H in planes], 0)
 
 
-def made_pairs(
+def make_pairs(
     matcher: Matcher, files: Sequence[Path], others: Sequence[Path]
 ) -> Iterator[LabelledPair]:
     """Make the pairs of all places."""
     for place, paths in enumerate(zip(files, others)):
-        for make in KINDS:
-            rng = make_generator(0, f"{make.__name__} {paths[0].name}", 0)
-            made = make(rng, *map(read_gray, paths))
-            views = [(matcher.extract(image), maps) for image, maps in made]
-            for (one, maps0), (other, maps1) in itertools.combinations(views, 2):
+        for kind, make_views in KINDS.items():
+            rng = make_generator(0, f"{kind} {paths[0].name}", 0)
+            images = make_views(rng, *map(read_gray, paths))
+            views = [(matcher.extract(image), maps) for image, maps in images]
+            for (features0, maps0), (features1, maps1) in itertools.combinations(views, 2):
                 planes = [compose(H1, inverse(H0)) for H0, H1 in zip(maps0, maps1)]
-                yield place, make.__name__, (one, other), functools.partial(away, planes)
+                measure_errors = functools.partial(measure_distances, planes)
+                yield place, kind, (features0, features1), measure_errors
 
 
-def real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterator[LabelledPair]:
+def extract_real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterator[LabelledPair]:
     """Pair all photographs with known cameras. Between two places no match is right."""
     views = [
-        (name, camera, matcher.extract(scenes.photos_of(name) / file))
-        for name, each in scenes.write_scenes(images, cameras).items()
-        for file, camera in each.items()
+        (name, camera, matcher.extract(scenes.find_photos(name) / file))
+        for name, scene_cameras in scenes.write_scenes(images, cameras).items()
+        for file, camera in scene_cameras.items()
     ]
-    for (place0, camera0, one), (place1, camera1, other) in itertools.combinations(views, 2):
+    for view0, view1 in itertools.combinations(views, 2):
+        place0, camera0, features0 = view0
+        place1, camera1, features1 = view1
+        pair = features0, features1
         if place0 == place1:
-            F = scenes.fundamental(camera0, camera1)
-            yield place0, place0, (one, other), functools.partial(epipolar_distances, F)
+            F = scenes.compute_fundamental(camera0, camera1)
+            yield place0, place0, pair, functools.partial(epipolar_distances, F)
         else:
-            yield place0, "across", (one, other), lambda points0, _: np.full(len(points0), np.inf)
+            yield place0, "across", pair, lambda points0, _: np.full(len(points0), np.inf)
 
 
 # Learning
 
 
-def examine(matcher: Matcher, asked: LabelledPair) -> Tuple[Any, ...]:
-    """Return a row of `examine_all`. The evidence is zero for a pair without a geometry."""
-    place, kind, pair, errors_of = asked
-    nothing = place, kind, False, 0.0, 0.0
-    agreeing, kept = verification.preview_pair(pair, matcher.resize)
-    if agreeing < verification.LIKELY:
-        return nothing
-    one, other = (view.select(index) for view, index in zip(pair, kept))
-    seen, network, mutual, _ = matcher.match_network([(one, other)])[0]
-    points = sift.positions(seen.records0), sift.positions(seen.records1)
-    F, measured = verification.verify_pair(network, mutual, points)
+def measure_pair(matcher: Matcher, labelled_pair: LabelledPair) -> Tuple[Any, ...]:
+    """Return a row of `measure_pairs`. The evidence is zero for a pair without a geometry."""
+    place, kind, pair, measure_errors = labelled_pair
+    no_geometry = place, kind, False, 0.0, 0.0
+    classical_matches, indices = verification.preview_pair(pair, matcher.resize)
+    if classical_matches < verification.LIKELY:
+        return no_geometry
+    features0, features1 = (features.select(rows) for features, rows in zip(pair, indices))
+    batch = matcher.match_network([(features0, features1)])
+    detected, network_matches, mutual_matches, _ = batch[0]
+    points = sift.positions(detected.records0), sift.positions(detected.records1)
+    F, evidence = verification.verify_pair(network_matches, mutual_matches, points)
     if F is None:
-        return nothing
-    counted = network.above(verification.COUNTED)
-    found = verification.add_matches_near_lines(F, counted, mutual, points)
-    right = errors_of(*points_of_matches(points, found)) < scenes.RIGHT_PX
-    return (place, kind, bool(len(right) and right.mean() > 0.5), *measured)
+        return no_geometry
+    confident = network_matches.above(verification.COUNTED)
+    matches = verification.add_matches_near_lines(F, confident, mutual_matches, points)
+    right = measure_errors(*points_of_matches(points, matches)) < scenes.RIGHT_PX
+    return (place, kind, bool(len(right) and right.mean() > 0.5), *evidence)
 
 
-def examine_all(matcher: Matcher, pairs: Iterator[LabelledPair]) -> pd.DataFrame:
-    """Describe each pair with a geometry in a row: its place and kind, whether most of its matches
-    are right, and its evidence.
+def measure_pairs(matcher: Matcher, pairs: Iterator[LabelledPair]) -> pd.DataFrame:
+    """Measure each pair in a row of a table, and leave out pairs without a geometry.
+
+    Returns:
+        The place and the kind of each pair, whether most of its matches are right, and its
+        evidence.
     """
     matcher.use_one_core_per_pair()
     with ThreadPoolExecutor(matcher.workers) as pool:
-        # one pair is made while others are measured
+        # One pair is made while others are measured.
         shown = Progress(pairs, desc="pairs", unit="pairs")
-        rows = pool.map(functools.partial(examine, matcher), shown)
+        rows = pool.map(functools.partial(measure_pair, matcher), shown)
         table = pd.DataFrame(rows, columns=["place", "kind", "right", *EVIDENCE])
     return table[table[EVIDENCE].any(axis=1)].reset_index(drop=True)
 
 
-def learn(pairs: pd.DataFrame) -> np.ndarray:
-    """Learn k weights, at least 0, and the bias by logistic regression."""
+def learn_weights(pairs: pd.DataFrame) -> np.ndarray:
+    """Learn the weights of the evidence, at least 0, and the bias by logistic regression.
+
+    Args:
+        pairs: the table of `measure_pairs`.
+
+    Returns:
+        The weights of EVIDENCE, then the bias.
+    """
     right = pairs.right.to_numpy(bool)
     rows = np.column_stack([pairs[EVIDENCE], np.ones(len(pairs))])
     deviation = np.append(rows.std(0)[:-1] + 1e-9, 1.0)
     rows = rows / deviation
     signs = np.where(right, 1.0, -1.0)
-    each = np.where(right, PRIOR / right.mean(), (1 - PRIOR) / (1 - right.mean()))
+    pair_weights = np.where(right, PRIOR / right.mean(), (1 - PRIOR) / (1 - right.mean()))
 
     def loss(weights: np.ndarray) -> float:
-        wrong = each @ np.logaddexp(0.0, -signs * (rows @ weights))
-        return float(wrong + 0.5 * PENALTY * weights[:-1] @ weights[:-1])
+        error = pair_weights @ np.logaddexp(0.0, -signs * (rows @ weights))
+        return float(error + 0.5 * PENALTY * weights[:-1] @ weights[:-1])
 
-    # more of any evidence never makes a pair less probable
+    # More of any evidence never makes a pair less probable.
     bounds = [(0, None)] * len(EVIDENCE) + [(None, None)]
     return minimize(loss, np.zeros(len(bounds)), bounds=bounds).x / deviation
 
 
-def count(pairs: pd.DataFrame, weights: Sequence[float]) -> str:
+def tabulate_errors(pairs: pd.DataFrame, weights: Sequence[float]) -> str:
     """Tabulate how many right pairs are refused, and wrong ones accepted, at each limit.
 
     Args:
+        pairs: the table of `measure_pairs`.
         weights: the weights of the evidence, then the bias.
     """
     scores = expit(pairs[EVIDENCE].to_numpy(float) @ weights[:-1] + weights[-1])
@@ -290,11 +324,11 @@ def count(pairs: pd.DataFrame, weights: Sequence[float]) -> str:
     return kinds.to_string()
 
 
-def report(pairs: pd.DataFrame) -> str:
+def format_report(pairs: pd.DataFrame) -> str:
     """Format the constants, and the counts for the places they were learned from and for others."""
     learned = pairs.place < LEARNED
-    weights = learn(pairs[learned]).round(1).tolist()
-    counts = [count(part, weights) for part in (pairs[learned], pairs[~learned])]
+    weights = learn_weights(pairs[learned]).round(1).tolist()
+    counts = [tabulate_errors(part, weights) for part in (pairs[learned], pairs[~learned])]
     return "\n\n".join([f"WEIGHTS = np.array({weights[:-1]})\nBIAS = {weights[-1]}", *counts])
 
 
@@ -308,12 +342,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parser.parse_args(argv)
     matcher = Matcher.load(device="cpu", scene=True)
     if options.check:
-        pairs = examine_all(matcher, real_pairs(matcher, options.places, options.others))
-        print(count(pairs, [*verification.WEIGHTS, verification.BIAS]))
+        pairs = measure_pairs(matcher, extract_real_pairs(matcher, options.places, options.others))
+        print(tabulate_errors(pairs, [*verification.WEIGHTS, verification.BIAS]))
         return 0
     files = sorted(options.places.glob("*.jpg"))[:PLACES]
     others = sorted(options.others.glob("*.jpg"))[OTHERS:]
-    print(report(examine_all(matcher, made_pairs(matcher, files, others))))
+    print(format_report(measure_pairs(matcher, make_pairs(matcher, files, others))))
     return 0
 
 

@@ -39,7 +39,7 @@ def test_assignment_loss_and_gradient_equal_those_of_the_plain_network(norm):
     log_P, plain_log_P = model(batch), plain.assign(other, batch)
     torch.testing.assert_close(plain_log_P, log_P, atol=1e-9, rtol=0)
     loss = assignment_loss(log_P, truths)[0].sum()
-    plain_loss = plain.dense_loss(plain_log_P, truths).sum()
+    plain_loss = plain.compute_dense_loss(plain_log_P, truths).sum()
     torch.testing.assert_close(plain_loss, loss, atol=1e-9, rtol=0)
     loss.backward()
     plain_loss.backward()
@@ -50,7 +50,7 @@ def test_assignment_loss_and_gradient_equal_those_of_the_plain_network(norm):
 def test_the_interval_holds_the_ratio():
     random = np.random.default_rng(0)
     fast = random.uniform(1, 1.1, 15)
-    text = timing.speed_up(3 * fast * random.uniform(0.98, 1.02, 15), fast)
+    text = timing.format_speed_up(3 * fast * random.uniform(0.98, 1.02, 15), fast)
     value, low, high = (float(word.strip("x[],")) for word in text.split())
     assert 2.9 < low <= value <= high < 3.1
 
@@ -61,12 +61,12 @@ def test_views_by_dali_are_those_of_opencv(photo):
     quality = [cv2.IMWRITE_JPEG_QUALITY, 95]
     file = cv2.imencode(".jpg", photo, quality)[1].tobytes()
     files = [file] * (dali_views.BATCH + 3)
-    load = dali_views.dali_views(files, (160, 120), None)
+    load = dali_views.make_dali_loader(files, (160, 120), None)
     list(load())
     found = list(load())  # the second epoch
     assert [len(H) for _, _, H in found] == [dali_views.BATCH, 3]
     views = [torch.cat([batch[place] for batch in found]).numpy() for place in (0, 1)]
-    for i, (view0, view1, H) in enumerate(dali_views.opencv_views(files, (160, 120))):
+    for i, (view0, view1, H) in enumerate(dali_views.load_views_by_opencv(files, (160, 120))):
         batch = found[i // dali_views.BATCH][2]
         assert np.allclose(batch[i % dali_views.BATCH], H[0])
         for own, theirs in zip(views, (view0, view1)):
@@ -76,14 +76,14 @@ def test_views_by_dali_are_those_of_opencv(photo):
 
 @pytest.mark.slow
 def test_rows_of_images_on_the_bundled_photographs():
-    for group in (images.files, images.decoding):
+    for group in (images.time_files, images.time_decoders):
         for row in group(SETTING):
             assert re.search(r"/s  \d|: 0\.\d|SKIP: ", row)
 
 
 def test_a_failing_group_costs_itself_alone(monkeypatch, capsys):
     def good(_):
-        yield timing.row("one", np.full(3, 0.002), np.full(3, 0.004), "plain")
+        yield timing.format_row("one", np.full(3, 0.002), np.full(3, 0.004), "plain")
         raise ImportError("No module named 'two'")
 
     def bad(_):
@@ -119,7 +119,7 @@ def test_every_way_to_train_works_or_says_what_it_lacks():
     }
     context = training.distributed.Context(0, 1, SETTING.device)
     for changes in ({}, {"accumulate": 2}, {"precision": "bfloat16"}):
-        _, norm, _ = training.training_step(SETTING, 2, context, changes)()
+        _, norm, _ = training.make_training_step(SETTING, 2, context, changes)()
         assert 0 < norm < 1000
 
 

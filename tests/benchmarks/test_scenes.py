@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.dev import scenes, verification
-from benchmarks.photographs import photographs
+from benchmarks.photographs import load_photographs
 from pipeline.keypoints.views import make_generator
 from superglue_sift import errors
 from superglue_sift.geometry import two_view
@@ -25,7 +25,10 @@ def likeness(image0, image1, H):
 
 @pytest.mark.parametrize("kind", verification.KINDS)
 def test_made_views_are_the_same_every_time_and_look_alike_where_the_truth_says(kind):
-    views, again = (kind(make_generator(0, "a.jpg", 0), *photographs(2)) for _ in range(2))
+    make_views = verification.KINDS[kind]
+    views, again = (
+        make_views(make_generator(0, "a.jpg", 0), *load_photographs(2)) for _ in range(2)
+    )
     for (image, _), (same, _) in zip(views, again):
         assert image.dtype == np.uint8 and image.ndim == 2
         np.testing.assert_array_equal(image, same)
@@ -40,7 +43,9 @@ def test_made_views_are_the_same_every_time_and_look_alike_where_the_truth_says(
 def test_a_match_is_judged_by_the_plane_that_fits_best():
     moved = np.array([[1.0, 0, 30], [0, 1, 0], [0, 0, 1]])
     points = np.array([[10.0, 20], [40, 50]])
-    found = verification.away([np.eye(3), moved], points, np.add(points, [[27, 0], [0, 5]]))
+    found = verification.measure_distances(
+        [np.eye(3), moved], points, np.add(points, [[27, 0], [0, 5]])
+    )
     np.testing.assert_allclose(found, [3, 5])
 
 
@@ -51,9 +56,9 @@ def test_weights_are_learned_and_reported():
     pairs = pd.DataFrame(evidence, columns=verification.EVIDENCE)
     pairs = pairs.assign(place=np.arange(4000) % verification.PLACES, kind="court", right=right)
     # Half of these pairs are right, but two thirds of a collection's, so the bias is log 2.
-    np.testing.assert_allclose(verification.learn(pairs), [1.0, 0.5, np.log(2)], atol=0.2)
-    assert verification.learn(pairs.assign(lead=-pairs.lead))[0] == 0  # never negative
-    constants, learned, fresh = verification.report(pairs).split("\n\n")
+    np.testing.assert_allclose(verification.learn_weights(pairs), [1.0, 0.5, np.log(2)], atol=0.2)
+    assert verification.learn_weights(pairs.assign(lead=-pairs.lead))[0] == 0  # never negative
+    constants, learned, fresh = verification.format_report(pairs).split("\n\n")
     assert constants.startswith("WEIGHTS = np.array([")
     taught = pairs.place < verification.LEARNED
     for table, part in ((learned, pairs[taught]), (fresh, pairs[~taught])):

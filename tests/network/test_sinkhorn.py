@@ -31,7 +31,7 @@ def transport(scores, dustbin, iterations, **options):
 
 def in_the_log_domain(scores, dustbin, iterations):
     """The paper's iterations, pair by pair, by autograd."""
-    return [plain.sinkhorn(s[None], dustbin, iterations)[0] for s in scores], None
+    return [plain.compute_sinkhorn(s[None], dustbin, iterations)[0] for s in scores], None
 
 
 def test_equal_scores_have_a_closed_form():
