@@ -533,7 +533,7 @@ class Matcher:
         # Select the keypoints of each pair that have a likely partner.
         mutual_matches = [nearest.match_by_ratio(*pair[:2], ratio=1.0) for pair in pairs]
         selected = [
-            nearest.select_keypoints(*pair[:2], self.network_keypoints, matches)
+            nearest.select_keypoints(pair.records0, pair.records1, self.network_keypoints, matches)
             for pair, matches in zip(pairs, mutual_matches)
         ]
         # Threads take turns, since the network uses all cores by itself.
