@@ -1,4 +1,4 @@
-"""One command of `repro`, and how a stop reaches the right process below it."""
+"""Run one command of `repro`, and pass a stop on to the right process below it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,13 @@ class Child:
             self.target.terminate()
 
     def wait(self) -> int:
-        """The exit code a person can count on; DVC's own codes mean that a stage failed."""
+        """Wait for the end of the command, and return an exit code of the images.
+
+        DVC's own codes only say that a stage failed.
+        """
         code = self.process.wait()
         if Child.stopped:
-            # Some schedulers signal DVC as well, which ends before the trainer has saved
+            # Some schedulers signal DVC as well, which ends before the trainer has saved.
             while self.target and is_alive(self.target):
                 time.sleep(0.1)
             return STOPPED
@@ -57,20 +60,25 @@ class Child:
 
 
 def find_trainer(root: int) -> psutil.Process:
-    """Below the process `root`: the launcher of torchrun, else a stage, else `root` itself."""
-    found = [psutil.Process(root)]
-    for process in found[0].children(recursive=True):  # parents come before children
+    """Find the process to stop: the launcher of torchrun, else a stage, else the root.
+
+    Args:
+        root: number of the process below which they are.
+    """
+    processes = [psutil.Process(root)]
+    # Parents come before children.
+    for process in processes[0].children(recursive=True):
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
             if words[1:3] == ["-m", "pipeline.launch"]:
                 return process
             if words[1:2] == ["-m"] and words[2].startswith("pipeline."):
-                found.append(process)
-    return found[min(1, len(found) - 1)]
+                processes.append(process)
+    return processes[min(1, len(processes) - 1)]
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process still runs; a zombie does not."""
+    """Say whether a process still runs. A zombie does not."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,12 +1,15 @@
-"""Entrypoint of both images: `repro` (the default), `ui`, `match`, `doctor`, `shell` and more.
+"""Run a command of both images: `repro` (the default), `ui`, `match`, `doctor`, `shell` and more.
 
-It runs under tini. What it adds to `dvc repro`:
-- one writer for a workspace, across containers and the host (DVC's own lock knows the processes of
-  one container);
-- SIGTERM reaches the trainer and not DVC, so that `docker stop` leaves a checkpoint;
-- a workspace that is empty gets the project's files from the image, and one that another image
-  filled is refused.
-Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 143 stopped after a checkpoint.
+It runs under tini. It adds to `dvc repro`:
+
+- A workspace has one writer, across containers and the host. DVC's own lock only knows the
+  processes of one container.
+- SIGTERM reaches the trainer and not DVC, so that `docker stop` leaves a checkpoint.
+- An empty workspace gets the project's files from the image. A workspace that another image filled
+  is refused.
+
+The exit code is 0 if the work is done, 1 if it failed, 2 if the request was wrong, and 143 if it
+was stopped after a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import List
 
 from child import BAD_REQUEST, Child
-from workspace import Wrong, lock, require_same_code, seed
+from workspace import WrongRequest, copy_project, lock_workspace, require_same_code
 
 USAGE = """usage: docker run [--gpus all] -v "$PWD:/workspace" IMAGE [COMMAND ...]
   repro [--preset NAME] [--images DIR] [--val-images DIR] [STAGE ...]
@@ -37,7 +40,7 @@ PREPARING = {"fetch", "keypoints"}  # stages that may run where no training coul
 
 
 def main(argv: List[str]) -> int:
-    """Run one command."""
+    """Run one command, and return its exit code, or become its process."""
     command = argv[0] if argv else "repro"
     if command in ("-h", "--help", "help"):
         print(USAGE)
@@ -47,17 +50,18 @@ def main(argv: List[str]) -> int:
         if is_repro or command in (*MODULES, "ui"):
             require_same_code(Path.cwd())
         if is_repro:
-            return repro(argv[1:] if command == "repro" else argv)
-        words = program(command, argv[1:])
-    except Wrong as error:
+            return run_repro(argv[1:] if command == "repro" else argv)
+        words = make_command(command, argv[1:])
+    except WrongRequest as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return BAD_REQUEST
     sys.stdout.flush()
-    return os.execvp(words[0], words)  # nothing of this file stays between it and the signals
+    # The command takes the place of this process, so that it gets the signals itself.
+    return os.execvp(words[0], words)
 
 
-def program(command: str, rest: List[str]) -> List[str]:
-    """The command line of a command other than repro. Raises Wrong."""
+def make_command(command: str, rest: List[str]) -> List[str]:
+    """Return the words of a command other than repro. Raises WrongRequest."""
     if command == "ui":
         return [sys.executable, "-m", "pipeline.tracking", "ui", "--host", "0.0.0.0", *rest]
     if command in MODULES:
@@ -66,45 +70,52 @@ def program(command: str, rest: List[str]) -> List[str]:
         return [sys.executable, "-m", module, *rest]
     name = "bash" if command == "shell" else command
     if not shutil.which(name):
-        raise Wrong(f"no command {command!r}; commands: repro, ui, shell, {', '.join(MODULES)}")
+        raise WrongRequest(
+            f"no command {command!r}; commands: repro, ui, shell, {', '.join(MODULES)}"
+        )
     return [name, *rest]
 
 
-def repro(options: List[str]) -> int:
+def run_repro(options: List[str]) -> int:
     """Check the machine, set the preset, run DVC, show the result, under the workspace's lock."""
-    steps = plan(options)
-    seed(Path.cwd())
-    with lock(Path.cwd()) as held:
+    steps = plan_steps(options)
+    copy_project(Path.cwd())
+    with lock_workspace(Path.cwd()) as stream:
         for step in steps:
-            code = Child(step, held.fileno()).wait()
+            code = Child(step, stream.fileno()).wait()
             if code != 0:
                 return code
     return 0
 
 
-class Parser(argparse.ArgumentParser):
+class ReproParser(argparse.ArgumentParser):
+    """The parser of repro, whose errors are one line."""
+
     def error(self, message: str) -> None:
-        raise Wrong(f"repro takes --preset NAME, --images DIR, --val-images DIR, stages; {message}")
+        """Raise WrongRequest with the message of argparse."""
+        raise WrongRequest(
+            f"repro takes --preset NAME, --images DIR, --val-images DIR, stages; {message}"
+        )
 
 
-def plan(options: List[str]) -> List[List[str]]:
-    """The commands of one `repro`, in order. Raises Wrong."""
-    parser = Parser(add_help=False, allow_abbrev=False)
+def plan_steps(options: List[str]) -> List[List[str]]:
+    """Return the commands of one `repro`, in order. Raises WrongRequest."""
+    parser = ReproParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset")
     parser.add_argument("--images")
     parser.add_argument("--val-images")
     parser.add_argument("stages", nargs="*")
-    asked = parser.parse_intermixed_args(options)
-    given = [asked.preset] if asked.preset else []
-    given += [f"--images={asked.images}"] if asked.images else []
-    given += [f"--val-images={asked.val_images}"] if asked.val_images else []
+    args = parser.parse_intermixed_args(options)
+    words = [args.preset] if args.preset else []
+    words += [f"--images={args.images}"] if args.images else []
+    words += [f"--val-images={args.val_images}"] if args.val_images else []
     python = [sys.executable, "-m"]
-    # refresh: a folder of images that has changed is fetched again
-    steps = [[*python, "pipeline.presets", *(["use", *given] if given else ["refresh"])]]
-    if not asked.stages or set(asked.stages) - PREPARING:
+    # `refresh` lets a folder of images that has changed be fetched again.
+    steps = [[*python, "pipeline.presets", *(["use", *words] if words else ["refresh"])]]
+    if not args.stages or set(args.stages) - PREPARING:
         steps.append([*python, "pipeline.doctor", "--quick"])
-    steps.append(["dvc", "repro", *asked.stages])
-    return steps if asked.stages else [*steps, [*python, "pipeline.report"]]
+    steps.append(["dvc", "repro", *args.stages])
+    return steps if args.stages else [*steps, [*python, "pipeline.report"]]
 
 
 if __name__ == "__main__":

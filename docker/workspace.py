@@ -1,4 +1,4 @@
-"""The mounted workspace: what an empty one gets, and one writer at a time across containers.
+"""Fill a mounted workspace that is empty, and lock it for one writer across containers.
 
 `python docker/workspace.py COMMAND ...` runs a command under the same lock, without a container
 (`make repro`).
@@ -21,18 +21,18 @@ from typing import Dict, List, TextIO
 HOME = Path(__file__).resolve().parents[1]
 CODE = ("superglue_sift", "pipeline", "benchmarks", "presets", "dvc.yaml")
 PAGES = ("LICENSE", "README.md", "docs")
-SEED = (*CODE, *PAGES, "pretrained", "params.yaml", "dvc.lock", ".dvcignore", ".dvc")
+COPIED = (*CODE, *PAGES, "pretrained", "params.yaml", "dvc.lock", ".dvcignore", ".dvc")
 
 
-class Wrong(Exception):
-    """A request that cannot be served; the message is the one line a person reads."""
+class WrongRequest(Exception):
+    """A request that cannot be served. The message is one line with the reason and the fix."""
 
 
-def seed(workspace: Path) -> None:
-    """Copy the project from the image to a workspace that is no clone, where it lacks it."""
+def copy_project(workspace: Path) -> None:
+    """Copy files of the project that a workspace lacks from the image, unless it is a clone."""
     if not os.access(workspace, os.W_OK):
         user = f"uid {os.getuid()}: add --user $(id -u):$(id -g)"
-        raise Wrong(f"{workspace} cannot be written by {user}")
+        raise WrongRequest(f"{workspace} cannot be written by {user}")
     is_fresh = not (workspace / ".dvc").exists()
     if not any(workspace.iterdir()):
         print(
@@ -44,10 +44,10 @@ def seed(workspace: Path) -> None:
         if not workspace.is_mount():
             print('nothing is mounted there: add -v "$PWD:/workspace" to keep it', flush=True)
     elif is_fresh and not (workspace / "dvc.yaml").exists():
-        raise Wrong(f"{workspace} has no dvc.yaml: mount a clone there, or an empty folder")
+        raise WrongRequest(f"{workspace} has no dvc.yaml: mount a clone there, or an empty folder")
     if (workspace / ".git").exists():
         return
-    for name in SEED:
+    for name in COPIED:
         if (HOME / name).is_dir() and not (workspace / name).exists():
             ignore = shutil.ignore_patterns("__pycache__", "cache", "tmp")
             shutil.copytree(HOME / name, workspace / name, ignore=ignore)
@@ -58,25 +58,26 @@ def seed(workspace: Path) -> None:
 
 
 def require_same_code(workspace: Path) -> None:
-    """Refuse a copy of the project that another image left; a clone runs as it is."""
+    """Raise WrongRequest for a copy of the project of another image. A clone runs as it is."""
     if (workspace / ".git").exists() or os.environ.get("KEEP_CODE"):
         return
-    there = [name for name in CODE if (workspace / name).exists()]
-    other = " ".join(name for name in there if read(workspace / name) != read(HOME / name))
-    if other:
-        raise Wrong(
-            f"{workspace} has the code of another image: `rm -r {other}` there, and the next run"
+    names = [name for name in CODE if (workspace / name).exists()]
+    changed = [name for name in names if read_code(workspace / name) != read_code(HOME / name)]
+    if changed:
+        fix = f"`rm -r {' '.join(changed)}` there, and the next run"
+        raise WrongRequest(
+            f"{workspace} has the code of another image: {fix}"
             " brings this image's; or add -e KEEP_CODE=1 to run what is there"
         )
 
 
-def read(path: Path) -> Dict[str, bytes]:
-    """The content of a file, or of the Python and YAML files of a folder."""
+def read_code(path: Path) -> Dict[str, bytes]:
+    """Return the content of a file, or of the Python and YAML files of a folder, by path."""
     files = [path] if path.is_file() else [*path.rglob("*.py"), *path.rglob("*.yaml")]
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
-def lock(workspace: Path) -> TextIO:
+def lock_workspace(workspace: Path) -> TextIO:
     """Lock the workspace while the returned stream is open, here or in a child that inherits it.
 
     flock works across all containers and processes of one kernel; DVC's `rwlock` only within one
@@ -89,12 +90,12 @@ def lock(workspace: Path) -> TextIO:
     except OSError as error:
         command = f"sudo chown -R {os.getuid()} {shlex.quote(str(workspace))}"
         fix = f"type `{command}`, or use a folder of your own"
-        raise Wrong(f"{path}: {error.strerror}; {fix}") from None
+        raise WrongRequest(f"{path}: {error.strerror}; {fix}") from None
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = path.read_text() or "another run"
-        raise Wrong(f"{workspace} is in use by {holder}; wait until it is done") from None
+        raise WrongRequest(f"{workspace} is in use by {holder}; wait until it is done") from None
     except OSError as error:  # a network file system without locks
         print(f"note: {path}: {error.strerror}; nothing keeps a second run away", flush=True)
     rwlock = path.with_name("rwlock")
@@ -108,7 +109,11 @@ def lock(workspace: Path) -> TextIO:
 
 
 def is_used(rwlock: str) -> bool:
-    """Whether a DVC that runs here, started without our lock, has an entry in DVC's own lock."""
+    """Say whether DVC's own lock names a process of DVC that runs, which was started without ours.
+
+    Args:
+        rwlock: the content of DVC's lock.
+    """
     for pid, command in re.findall(r'"pid": (\d+), "cmd": "([^"]*)"', rwlock):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -118,10 +123,10 @@ def is_used(rwlock: str) -> bool:
 
 
 def main(words: List[str]) -> None:
-    """Become `words` under the lock of this folder; the lock ends with the process."""
+    """Lock this folder, and become the process of the command `words`, which keeps the lock."""
     try:
-        stream = lock(Path.cwd())
-    except Wrong as error:
+        stream = lock_workspace(Path.cwd())
+    except WrongRequest as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     os.set_inheritable(stream.fileno(), True)

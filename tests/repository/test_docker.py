@@ -105,8 +105,8 @@ def test_an_empty_workspace_gets_the_project_and_no_image_runs_the_code_of_anoth
     tmp_path, part, monkeypatch, capsys
 ):
     workspace = part("workspace")
-    workspace.seed(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*workspace.SEED}
+    workspace.copy_project(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*workspace.COPIED}
     assert "no_scm" in (tmp_path / ".dvc/config.local").read_text()
     assert "`make repro`" in capsys.readouterr().out  # README names make, which an image has not
     workspace.require_same_code(tmp_path)
@@ -119,7 +119,7 @@ def test_an_empty_workspace_gets_the_project_and_no_image_runs_the_code_of_anoth
         patch.setenv("KEEP_CODE", "1")
         workspace.require_same_code(tmp_path)
     shutil.rmtree(tmp_path / "pipeline")
-    workspace.seed(tmp_path)
+    workspace.copy_project(tmp_path)
     workspace.require_same_code(tmp_path)
     assert (tmp_path / "params.yaml").read_text() == "a: person's own\n"
 
@@ -145,7 +145,7 @@ def test_a_folder_without_the_project_is_refused(tmp_path):
 
 
 def test_options_of_repro_become_a_preset(part):
-    plan = part("entrypoint").plan
+    plan = part("entrypoint").plan_steps
     ends = [step[-1] for step in plan([])]
     assert ends == ["refresh", "--quick", "repro", "pipeline.report"]
     given = plan(["--preset=coco2014", "train", "--images", "/data/a=b"])
