@@ -209,8 +209,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # Torch reads it when it is loaded
     module = importlib.import_module(f"{stage}.__main__")
     processes = count_processes_per_node()
+    world_size = read_least_nodes() * processes
     if hasattr(module, "check_request"):
-        module.check_request(stage_arguments, read_least_nodes() * processes)
+        module.check_request(stage_arguments, world_size)
     exit_code = run_stage(stage, stage_arguments, processes)
     # From here on a signal ends the launcher at once, so that DVC does not start the next stage.
     for signal_number in workers.STOP_SIGNALS:

@@ -77,15 +77,21 @@ def check_request(argv: Optional[Sequence[str]], world_size: int) -> None:
             folder cannot be written.
     """
     args, sections = parse_request(argv)
+    check_folders(args)
+    trainer.check_request(args, sections, world_size)
+
+
+def check_folders(args: argparse.Namespace) -> None:
+    """Raise RequestError if a folder of the results cannot be written."""
     if not args.validate_only:
         for folder in (args.out, args.reports):
             check_writable(folder / "metrics.json", folder)
-    trainer.check_request(args, sections, world_size)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args, sections = parse_request(argv)
     params.require_prepared(sections)
+    check_folders(args)
     with workers.defer_signals() as stop, distributed.process_group() as context:
         if args.validate_only:
             code = trainer.print_validation(args, sections, context)

@@ -72,6 +72,7 @@ def with_a_word_as_interval(folder, patch):
         (without_compiler, {"compile": True}, "", "run.compile = true: there is no C++ compiler"),
         (without_angles, {}, "", "train.neighbours = True"),
         (without_angles, {"neighbours": False, "rotation_deg": 90.0}, "", "train.rotation_deg"),
+        (None, {}, f"--out {__file__}", "test_requests.py: cannot be written"),
         (damage, {}, "--verify", "shard-00000.safetensors: missing or damaged"),
         (unprepared, {"precision": "portable"}, "", "train.precision = 'portable': torch was load"),
         (with_a_word_as_interval, {}, "", f"{SAMPLING_INTERVAL}='often': must be seconds above 0"),
