@@ -38,7 +38,7 @@ from scipy.spatial import KDTree
 
 from pipeline import errors, presets
 from pipeline.errors import RequestError
-from pipeline.evaluate.metrics import name_metric as name_of
+from pipeline.evaluate.metrics import name_metric
 from superglue_sift import Matcher, MatchResult
 from superglue_sift.features.images import read_gray
 from superglue_sift.files import write_atomic
@@ -165,23 +165,23 @@ class Bench:
 # --- from the files of an evaluation to tables
 
 
-def percent(value: Optional[float]) -> str:
+def format_percent(value: Optional[float]) -> str:
     """Return a fraction in percent, and "-" for a metric that is not defined."""
     return "-" if value is None or pd.isna(value) else f"{100 * value:.1f}"
 
 
-def markdown(frame: pd.DataFrame) -> str:
+def to_markdown(frame: pd.DataFrame) -> str:
     """Return a table of text as Markdown. Its index is the first column."""
     rows = [[str(frame.columns.name or ""), *frame.columns], ["---"] * (1 + len(frame.columns))]
     rows += [[str(index), *row] for index, *row in frame.itertuples(name=None)]
     return "\n".join(f"| {' | '.join(str(cell).strip() for cell in row)} |" for row in rows)
 
 
-def metrics_table(folder: Path, headings: Dict[Tuple[str, str, bool], str]) -> str:
+def make_metrics_table(folder: Path, headings: Dict[Tuple[str, str, bool], str]) -> str:
     """Return the metrics of each matcher in percent, and the gain over the ratio test."""
     values = json.loads((folder / "metrics.json").read_text())
     rows = {
-        title: [percent(values.get(f"{matcher}.{name_of(*key)}")) for key in headings]
+        title: [format_percent(values.get(f"{matcher}.{name_metric(*key)}")) for key in headings]
         for matcher, title in MATCHERS.items()
         if f"{matcher}.precision" in values
     }
@@ -189,21 +189,23 @@ def metrics_table(folder: Path, headings: Dict[Tuple[str, str, bool], str]) -> s
     differences = pd.read_csv(folder / "differences.csv")
     differences = differences[differences.baseline == "ratio_test"].set_index("metric")
     rows["SuperGlue minus ratio test"] = [
-        gain_of(differences.loc[name_of(*key)]) if name_of(*key) in differences.index else "-"
+        format_gain(differences.loc[name_metric(*key)])
+        if name_metric(*key) in differences.index
+        else "-"
         for key in headings
     ]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=list(headings.values()))
-    return markdown(table.rename_axis(columns="in %"))
+    return to_markdown(table.rename_axis(columns="in %"))
 
 
-def gain_of(row: pd.Series) -> str:
+def format_gain(row: pd.Series) -> str:
     """Return a difference in points, with its 95 % interval where there are enough scenes."""
     value = f"{100 * row.value:+.1f}"
     has_interval = row.verdict != "too few"
     return f"{value} ({100 * row.low:+.1f} to {100 * row.high:+.1f})" if has_interval else value
 
 
-def robustness_table(
+def make_robustness_table(
     folder: Path, headings: Dict[Tuple[str, str, bool], str], zoom: bool
 ) -> pd.DataFrame:
     """Return a row for each disturbance, or for each magnification if `zoom`.
@@ -217,7 +219,9 @@ def robustness_table(
     for condition, level in dict.fromkeys(zip(rows.condition, rows.level)):
         name = f"{level:g}" if zoom else f"{condition} {level:g}"
         lines[name] = [
-            " \\| ".join(percent(cells.get((condition, level, name_of(*key), m))) for m in PAIR)
+            " \\| ".join(
+                format_percent(cells.get((condition, level, name_metric(*key), m))) for m in PAIR
+            )
             for key in headings
         ]
     return pd.DataFrame.from_dict(lines, orient="index", columns=list(headings.values()))
@@ -247,7 +251,7 @@ def evaluate_oxford(bench: Bench, *options: Any) -> Path:
 
 def coco(bench: Bench) -> str:
     """Views of COCO's held-out photographs."""
-    return metrics_table(evaluate_coco(bench), HOMOGRAPHIES)
+    return make_metrics_table(evaluate_coco(bench), HOMOGRAPHIES)
 
 
 def summary(bench: Bench) -> str:
@@ -263,13 +267,13 @@ def summary(bench: Bench) -> str:
     }
     matchers = [name for name in MATCHERS if name != "true_matches"]
     rows = {
-        title: [percent(values.get(f"{matcher}.{metric}")) for matcher in matchers]
+        title: [format_percent(values.get(f"{matcher}.{metric}")) for matcher in matchers]
         for metric, title in shown.items()
     }
     title = "matches between two photographs with nothing in common (a number, not %)"
     rows[title] = [f"{values[f'{matcher}.negative_matches']:.1f}" for matcher in matchers]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=[MATCHERS[m] for m in matchers])
-    return markdown(table.rename_axis(columns="in %"))
+    return to_markdown(table.rename_axis(columns="in %"))
 
 
 def weights(bench: Bench) -> str:
@@ -279,15 +283,15 @@ def weights(bench: Bench) -> str:
     differences = pd.read_csv(folder / "differences.csv")
     rows = {}
     for key, heading in HOMOGRAPHIES.items():
-        metric = name_of(*key)
-        cells = [percent(values.get(f"{matcher}.{metric}")) for matcher in PAIR]
+        metric = name_metric(*key)
+        cells = [format_percent(values.get(f"{matcher}.{metric}")) for matcher in PAIR]
         # The best baseline is the one from which SuperGlue differs least.
         best = differences[differences.metric == metric].sort_values("value").iloc[0]
         title = MATCHERS.get(best.baseline, best.baseline)
-        rows[WORDS.get(heading, heading)] = [*cells, gain_of(best), title]
+        rows[WORDS.get(heading, heading)] = [*cells, format_gain(best), title]
     heads = [*(MATCHERS[matcher] for matcher in PAIR), "gain over the best baseline", "which is"]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
-    return markdown(table.rename_axis(columns="in %"))
+    return to_markdown(table.rename_axis(columns="in %"))
 
 
 def negatives(bench: Bench) -> str:
@@ -299,12 +303,12 @@ def negatives(bench: Bench) -> str:
         if f"{matcher}.negative_matches" in values
     }
     table = pd.DataFrame.from_dict(rows, orient="index", columns=["matches of a pair"])
-    return markdown(table)
+    return to_markdown(table)
 
 
 def disturbances(bench: Bench) -> str:
     """Blur, noise, light and JPEG."""
-    return markdown(robustness_table(evaluate_coco(bench), DISTURBANCES, zoom=False))
+    return to_markdown(make_robustness_table(evaluate_coco(bench), DISTURBANCES, zoom=False))
 
 
 def rotation(bench: Bench) -> str:
@@ -323,12 +327,12 @@ def rotation(bench: Bench) -> str:
         values = json.loads((folder / "metrics.json").read_text())
         names = ("precision", "recall", "recall_at_ratio_precision", "auc_ransac_5")
         rows[f"{degrees}"] = [
-            " \\| ".join(percent(values.get(f"{matcher}.{metric}")) for matcher in PAIR)
+            " \\| ".join(format_percent(values.get(f"{matcher}.{metric}")) for matcher in PAIR)
             for metric in names
         ]
     heads = ["P", "R", "R@P", "AUC@5 RANSAC"]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
-    return markdown(table.rename_axis(columns="rotation up to, degrees"))
+    return to_markdown(table.rename_axis(columns="rotation up to, degrees"))
 
 
 def zoom(bench: Bench) -> str:
@@ -343,13 +347,13 @@ def zoom(bench: Bench) -> str:
         "--robustness", 20, "--no-refine", "--estimators", "ransac", "--out", "{out}",
     )  # fmt: skip
     headings = dict(list(DISTURBANCES.items())[:3])
-    table = robustness_table(folder, headings, zoom=True)
-    return markdown(table.rename_axis(columns="magnification"))
+    table = make_robustness_table(folder, headings, zoom=True)
+    return to_markdown(table.rename_axis(columns="magnification"))
 
 
 def oxford(bench: Bench) -> str:
     """Return the metrics of all pairs of Oxford."""
-    return metrics_table(evaluate_oxford(bench), HOMOGRAPHIES)
+    return make_metrics_table(evaluate_oxford(bench), HOMOGRAPHIES)
 
 
 def sequences(bench: Bench) -> str:
@@ -361,12 +365,15 @@ def sequences(bench: Bench) -> str:
     shown = [key for key in names if key != "true_matches"]
     cells = pd.DataFrame(
         {
-            names[key]: [f"{percent(p)}; {percent(r)}" for p, r in zip(precision[key], recall[key])]
+            names[key]: [
+                f"{format_percent(p)}; {format_percent(r)}"
+                for p, r in zip(precision[key], recall[key])
+            ]
             for key in shown
         },
         index=recall.index,
     )
-    return markdown(cells.rename_axis(index=None, columns="precision; recall, %"))
+    return to_markdown(cells.rename_axis(index=None, columns="precision; recall, %"))
 
 
 def selection(bench: Bench) -> str:
@@ -381,7 +388,7 @@ def selection(bench: Bench) -> str:
         rows[f"{count:,}"] = [count_right_matches(folder) for folder in folders]
     heads = ["of highest rank", "selected from four times as many"]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
-    return markdown(table.rename_axis(columns="keypoints for the network"))
+    return to_markdown(table.rename_axis(columns="keypoints for the network"))
 
 
 def count_right_matches(folder: Path) -> str:
@@ -400,7 +407,7 @@ def buildings(bench: Bench) -> str:
         "buildings", "pipeline.evaluate", "--poses", images / "pairs_with_gt.txt",
         "--images", images, "--out", "{out}",
     )  # fmt: skip
-    return metrics_table(folder, POSES)
+    return make_metrics_table(folder, POSES)
 
 
 def file_sizes(bench: Bench) -> str:
@@ -422,7 +429,7 @@ def file_sizes(bench: Bench) -> str:
     percents = (100 * counts / totals).round().astype(int).astype(str)
     percents.columns = [f"{name}, % of {totals[name]:,.0f}" for name in heads]
     percents.index = [f"{side:,}" for side in SIDES]
-    return markdown(percents.rename_axis(columns="longer side of the second file, px"))
+    return to_markdown(percents.rename_axis(columns="longer side of the second file, px"))
 
 
 def resize_to(image: np.ndarray, side: int) -> np.ndarray:
@@ -478,10 +485,13 @@ def sample(bench: Bench) -> str:
     names = ("precision", "recall", "recall_at_ratio_precision", "auc_ransac_5", "auc_dlt_5")
     titles = {"shipped": "shipped weights", **MATCHERS}
     order = ["superglue", "shipped", "ratio_test", "mutual_nn"]
-    rows = {titles[key]: [percent(values.get(f"{key}.{name}")) for name in names] for key in order}
+    rows = {
+        titles[key]: [format_percent(values.get(f"{key}.{name}")) for name in names]
+        for key in order
+    }
     heads = ["P", "R", "R@P", "AUC@5 RANSAC", "AUC@5 least squares"]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
-    return markdown(table.rename_axis(columns="in %"))
+    return to_markdown(table.rename_axis(columns="in %"))
 
 
 def speed(bench: Bench) -> str:
@@ -503,14 +513,14 @@ TABLES: Dict[str, Callable[[Bench], str]] = {
 # --- into the pages
 
 
-def pages_with(name: str) -> List[Path]:
+def find_pages(name: str) -> List[Path]:
     """Return the pages that have a table."""
     pages = [ROOT / "README.md", ROOT / "pretrained" / "README.md"]
     pages += sorted((ROOT / "docs").glob("*.md"))
     return [page for page in pages if f"<!-- table {name} -->" in page.read_text(encoding="utf-8")]
 
 
-def put(page: Path, name: str, content: str) -> None:
+def replace_table(page: Path, name: str, content: str) -> None:
     """Replace a table of a page. Raises RequestError if its end is not marked."""
     text = page.read_text(encoding="utf-8")
     begin = f"<!-- table {name} -->"
@@ -522,7 +532,7 @@ def put(page: Path, name: str, content: str) -> None:
     write_atomic(page, f"{before}{begin}\n{content}\n{end}{after}")
 
 
-def origin_of(page: Path, name: str) -> str:
+def read_origin(page: Path, name: str) -> str:
     """Return the line that says where the table of a page is from."""
     between = page.read_text(encoding="utf-8").split(f"<!-- table {name} -->")[1]
     lines = between.split(f"<!-- end {name} -->")[0].strip().splitlines()
@@ -530,15 +540,15 @@ def origin_of(page: Path, name: str) -> str:
 
 
 @functools.cache
-def processor() -> str:
+def name_processor() -> str:
     """Return the name of the processor and the number of its cores."""
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
-    name = names[0] if names else platform.processor() or platform.machine()
+    name = names[0] if names else platform.name_processor() or platform.machine()
     return f"{re.sub(r'[(](R|TM)[)]', '', name)}, {os.cpu_count()} cores"
 
 
-def checked_out() -> str:
+def read_commit() -> str:
     """Return the commit. Raises RequestError if the code has changes that are not in it."""
     measured = ("superglue_sift", "pipeline", "pretrained/*.safetensors")
     command = ["git", "status", "--porcelain", "--", *measured]
@@ -563,12 +573,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     for name in names:
         if name not in TABLES:
             raise RequestError(f"--only {name}: unknown; choose from {', '.join(TABLES)}")
-    bench = Bench(options.data, options.work, checked_out())
+    bench = Bench(options.data, options.work, read_commit())
     today = datetime.date.today().isoformat()
-    measured = f"Measured at commit {bench.commit}, {today}, {processor()}."
+    measured = f"Measured at commit {bench.commit}, {today}, {name_processor()}."
     lacking = 0
     for name in names:
-        pages = pages_with(name)
+        pages = find_pages(name)
         if not pages:
             print(f"SKIP {name}: no page has this table")
             continue
@@ -576,10 +586,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             table = TABLES[name](bench)
         except Missing as missing:
             lacking = 1
-            print(f"SKIP {name}: {missing}. The table stays: {origin_of(pages[0], name)}")
+            print(f"SKIP {name}: {missing}. The table stays: {read_origin(pages[0], name)}")
             continue
         for page in pages:
-            put(page, name, f"\n{table}\n\n{measured}\n")
+            replace_table(page, name, f"\n{table}\n\n{measured}\n")
             print(f"{name}: written to {page.relative_to(ROOT)}", flush=True)
     return lacking
 
