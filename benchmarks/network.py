@@ -29,9 +29,11 @@ SINKHORN_PAIRS = 8
 
 
 def make_training_call(model: SuperGlue, batch: PairBatch, way: str) -> Call:
-    """Return a training step with Adam: truth, loss, gradient, update.
+    """Return a function that runs a training step with Adam: truth, loss, gradient, update.
 
     Args:
+        model: the network, whose parameters the step changes.
+        batch: the pairs of the step.
         way: "plain", or the precision of the project's network.
     """
     optimizer = torch.optim.Adam(

@@ -297,13 +297,13 @@ def learn_weights(pairs: pd.DataFrame) -> np.ndarray:
     signs = np.where(right, 1.0, -1.0)
     pair_weights = np.where(right, PRIOR / right.mean(), (1 - PRIOR) / (1 - right.mean()))
 
-    def loss(weights: np.ndarray) -> float:
+    def compute_loss(weights: np.ndarray) -> float:
         error = pair_weights @ np.logaddexp(0.0, -signs * (rows @ weights))
         return float(error + 0.5 * PENALTY * weights[:-1] @ weights[:-1])
 
     # More of any evidence never makes a pair less probable.
     bounds = [(0, None)] * len(EVIDENCE) + [(None, None)]
-    return minimize(loss, np.zeros(len(bounds)), bounds=bounds).x / deviation
+    return minimize(compute_loss, np.zeros(len(bounds)), bounds=bounds).x / deviation
 
 
 def tabulate_errors(pairs: pd.DataFrame, weights: Sequence[float]) -> str:

@@ -320,7 +320,7 @@ def make_use_parser(use: Optional[str]) -> Parser:
     _add_settings(_OptionGroup(parser, "how to match", use))
     page = "a page for the browser (pip install 'superglue-sift[serve]')"
     group = _OptionGroup(parser, page, use)
-    group.add("--serve", (PAGE,), **A_FLAG, help="drop two images and move the threshold")
+    group.add_option("--serve", (PAGE,), **A_FLAG, help="drop two images and move the threshold")
     return parser
 
 
@@ -331,7 +331,7 @@ class _OptionGroup:
         self._group = parser.add_argument_group(title)
         self._use = use
 
-    def add(self, name: str, uses: Sequence[str] = USES, **options: Any) -> None:
+    def add_option(self, name: str, uses: Sequence[str] = USES, **options: Any) -> None:
         """Add an option.
 
         Args:
@@ -360,17 +360,17 @@ class _Refusal(argparse.Action):
 def _add_inputs(group: _OptionGroup) -> None:
     """Add the options that say what to match."""
     names = 'text file, `a b` in each line; names with spaces in "quotes"'
-    group.add("--pairs", (LIST,), **A_FILE, help=names)
+    group.add_option("--pairs", (LIST,), **A_FILE, help=names)
     root = "folder of the images in --pairs (default: that of the file)"
-    group.add("--root", (LIST,), **A_FOLDER, help=root)
-    group.add(
+    group.add_option("--root", (LIST,), **A_FOLDER, help=root)
+    group.add_option(
         "--masks",
         WITH_PHOTOS,
         **A_FOLDER,
         help="folder of masks, NAME.jpg.png for NAME.jpg as in COLMAP: black pixels give no"
         " keypoint",
     )
-    group.add(
+    group.add_option(
         "--pairing",
         (FILES, FOLDER, DATABASE),
         choices=pairing.PAIRINGS,
@@ -380,23 +380,27 @@ def _add_inputs(group: _OptionGroup) -> None:
         " K most similar",
     )
     k = "for sequential (default 5) and nearest (default 20); with auto: nearest"
-    group.add("--k", (FILES, FOLDER, DATABASE), **A_NUMBER, help=k)
+    group.add_option("--k", (FILES, FOLDER, DATABASE), **A_NUMBER, help=k)
 
 
 def _add_outputs(group: _OptionGroup) -> None:
     """Add the options that say what to write."""
     out = "for two images: picture of the matches (png, jpg or webp)"
-    group.add("--out", (TWO_IMAGES,), **A_FILE, help=out)
-    group.add("--json", (TWO_IMAGES,), **A_FILE, help="for two images: keypoints and matches")
+    group.add_option("--out", (TWO_IMAGES,), **A_FILE, help=out)
+    group.add_option(
+        "--json", (TWO_IMAGES,), **A_FILE, help="for two images: keypoints and matches"
+    )
     out_dir = "for any number of images: A_B_matches.npz for each pair"
-    group.add("--out-dir", TO_FOLDER, **A_FOLDER, help=out_dir)
+    group.add_option("--out-dir", TO_FOLDER, **A_FOLDER, help=out_dir)
     overwrite = "with --out-dir: also match pairs again whose files fit"
-    group.add("--overwrite", TO_FOLDER, **A_FLAG, help=overwrite)
-    group.add("--pictures", TO_FOLDER, **A_FLAG, help="with --out-dir: also A_B_matches.jpg")
-    group.add("--json-files", TO_FOLDER, **A_FLAG, help="with --out-dir: also A_B_matches.json")
+    group.add_option("--overwrite", TO_FOLDER, **A_FLAG, help=overwrite)
+    group.add_option("--pictures", TO_FOLDER, **A_FLAG, help="with --out-dir: also A_B_matches.jpg")
+    group.add_option(
+        "--json-files", TO_FOLDER, **A_FLAG, help="with --out-dir: also A_B_matches.json"
+    )
     features = "folder of the features (default: OUT-DIR/features)"
-    group.add("--features", TO_FOLDER, **A_FOLDER, help=features)
-    group.add(
+    group.add_option("--features", TO_FOLDER, **A_FOLDER, help=features)
+    group.add_option(
         "--colmap",
         (FOLDER, LIST, DATABASE),
         **A_FILE,
@@ -404,7 +408,7 @@ def _add_outputs(group: _OptionGroup) -> None:
         " 'superglue-sift[colmap]'). Without photographs: match the features of an existing"
         " database, only pairs that have no matches yet",
     )
-    group.add(
+    group.add_option(
         "--camera-per",
         (FOLDER, LIST),
         choices=("folder", "image"),
@@ -412,51 +416,51 @@ def _add_outputs(group: _OptionGroup) -> None:
         " all images whose EXIF data name the same camera, and one for each of the others)",
     )
     dry_run = "with an existing database: say what would be matched, and write nothing"
-    group.add("--dry-run", (DATABASE,), **A_FLAG, help=dry_run)
+    group.add_option("--dry-run", (DATABASE,), **A_FLAG, help=dry_run)
 
 
 def _add_settings(group: _OptionGroup) -> None:
     """Add the options that say how to match."""
-    group.add("--model", **A_FILE, help="model file (default: the shipped weights)")
-    group.add(
+    group.add_option("--model", **A_FILE, help="model file (default: the shipped weights)")
+    group.add_option(
         "--max-keypoints",
         **A_NUMBER,
         help=f"maximum number of keypoints per image (default {MAX_KEYPOINTS}, with --scene"
         f" {verification.MAX_KEYPOINTS})",
     )
-    group.add(
+    group.add_option(
         "--network-keypoints",
         **A_NUMBER,
         help="maximum number of them that the network sees, selected for each pair (default"
         f" {NETWORK_KEYPOINTS}, with --scene {verification.NETWORK_KEYPOINTS})",
     )
     threshold = "minimum probability of a match (default: the model's own, else 0.2)"
-    group.add("--threshold", **A_PROBABILITY, help=threshold)
-    group.add(
+    group.add_option("--threshold", **A_PROBABILITY, help=threshold)
+    group.add_option(
         "--resize",
         **A_NUMBER,
         help="reduce images to this longer side (default 1024, with --scene 1600), and enlarge"
         f" those below {ENLARGED_TO} px; 0 does neither",
     )
-    group.add(
+    group.add_option(
         "--scene",
         action=argparse.BooleanOptionalAction,
         help="photographs of one place: accept or reject each pair, then add guided matches"
         " (default with --colmap, else --no-scene)",
     )
     accept = f"minimum probability that both images show one place (default {verification.ACCEPT})"
-    group.add("--accept", **A_PROBABILITY, help=f"with --scene: {accept}")
-    group.add(
+    group.add_option("--accept", **A_PROBABILITY, help=f"with --scene: {accept}")
+    group.add_option(
         "--likely",
         **A_NUMBER,
         help="with --scene: skip pairs with fewer classical matches of one geometry (default"
         f" {verification.LIKELY}); 0 skips none",
     )
     extractor = "required for non-SIFT models: allows this code to run"
-    group.add("--extractor", metavar="MODULE:FUNCTION", help=extractor)
+    group.add_option("--extractor", metavar="MODULE:FUNCTION", help=extractor)
     device = "auto (default: a GPU if there is one), cpu, cuda or cuda:N"
-    group.add("--device", metavar="NAME", default="auto", help=device)
-    group.add(
+    group.add_option("--device", metavar="NAME", default="auto", help=device)
+    group.add_option(
         "--frame",
         WITH_PHOTOS,
         choices=FRAMES,
@@ -464,7 +468,7 @@ def _add_settings(group: _OptionGroup) -> None:
         " or stored, as in the file. Pictures are always upright, a COLMAP database is always of"
         " stored pixels",
     )
-    group.add(
+    group.add_option(
         "--refine",
         (*WITH_PHOTOS, PAGE),
         action=argparse.BooleanOptionalAction,

@@ -114,7 +114,7 @@ def make_app(matcher: Matcher) -> Any:
             flask.abort(403)
 
     @app.after_request
-    def allow_nothing_else(response: Any) -> Any:
+    def add_security_headers(response: Any) -> Any:
         response.headers.update(HEADERS)
         return response
 

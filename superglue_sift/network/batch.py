@@ -171,7 +171,7 @@ class PairBatch:
         return from_flat_tensors, self._flatten_tensors()
 
     def select(self, pairs: Sequence[int]) -> PairBatch:
-        """Return a batch of some pairs, padded to the most keypoints of their images.
+        """Return a batch of some pairs, with as little padding as they need.
 
         Args:
             pairs: the indices of the pairs, in the order of the new batch.

@@ -111,7 +111,12 @@ NORMS = {"layer": LayerNorm, "batch": TokenBatchNorm}  # norms of hidden layers
 
 
 def synchronize_batch_norms(model: nn.Module, sum_ranks: Optional[SumRanks]) -> None:
-    """Set `sum_ranks` of every TokenBatchNorm. If None, each rank has its own statistics."""
+    """Let every TokenBatchNorm of a network compute its statistics over all ranks.
+
+    Args:
+        model: the network.
+        sum_ranks: sums a tensor over all ranks. If None, each rank has its own statistics.
+    """
     for module in model.modules():
         if isinstance(module, TokenBatchNorm):
             module.sum_ranks = sum_ranks
