@@ -162,8 +162,8 @@ class Matcher:
             threshold: see the class. If None, it is the model's, or 0.2 if it has none.
             precision: float32, bfloat16 (for GPUs, and CPUs with AMX) or float16 in the layers.
             compile: whether to compile the layers by torch 2, once for each of a few sizes.
-            extractor: `module:function` of a model that was not trained on SIFT. Naming it lets
-                this code run. Without it, such a model matches `Features` only.
+            extractor: `module:function` of a model that was not trained on SIFT, to let it run.
+                Without it, such a model matches `Features` only.
             refine: see the class. If None, positions are refined without `scene` only.
             scene: whether the images show one scene.
             frame: "upright" or "stored", see the class.
@@ -186,7 +186,8 @@ class Matcher:
         sizes = _drop_none(
             max_keypoints=max_keypoints, network_keypoints=network_keypoints, resize=resize
         )
-        matcher = cls(
+        file = str(Path(path).resolve()) if path else None
+        return cls(
             network,
             device,
             **{**(SIZES_OF_SCENES if scene else {}), **sizes},
@@ -196,12 +197,10 @@ class Matcher:
             rules=rules,
             frame=frame,
             weights_sha256=compute_file_sha256(path or find_shipped_weights()),
+            _reload=functools.partial(
+                cls.load, file, device, precision=precision, compile=compile, extractor=extractor
+            ),
         )
-        resolved = str(Path(path).resolve()) if path else None
-        matcher._reload = functools.partial(
-            cls.load, resolved, device, precision=precision, compile=compile, extractor=extractor
-        )
-        return matcher
 
     def __reduce__(self) -> Tuple[Any, ...]:
         """Pickle the name of the file and the settings. The file is loaded again."""

@@ -93,7 +93,9 @@ def test_features_are_computed_once_and_damaged_ones_again(work, monkeypatch):
         else:
             np.savez(path, records=np.zeros(3))
     assert run("photos --out-dir two --features features") == 0
-    monkeypatch.setattr("superglue_sift.matcher.extract", lambda *_: pytest.fail("computed twice"))
+    monkeypatch.setattr(
+        "superglue_sift.matcher.extract_features", lambda *_: pytest.fail("computed twice")
+    )
     assert run("photos --out-dir three --features features") == 0
     assert read_files(work / "one") == read_files(work / "two") == read_files(work / "three")
 
