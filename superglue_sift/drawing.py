@@ -72,7 +72,7 @@ class Picture:
         return f"Picture({self.pixels.shape[1]}x{self.pixels.shape[0]} px; .save(path) writes it)"
 
     def encode(self, ending: str = ".jpg") -> bytes:
-        """Return the bytes of a file of the picture.
+        """Encode the picture as the bytes of a file.
 
         Args:
             ending: extension of the file, which names its format.

@@ -1,8 +1,8 @@
 """Hold the matches of two images, fit geometries to them, and draw them.
 
 Positions are in pixels of the files. Geometries are fitted in pixels of images reduced to
-`two_view.REFERENCE_PX`, for which the limits were chosen (`MatchResult._reduce`). Then they are
-converted back.
+`two_view.REFERENCE_PX`, for which the limits were chosen, and are then converted back
+(`MatchResult._reduce_matches`).
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ class MatchResult:
         if (name, threshold_px) in self._fits:
             return self._fits[name, threshold_px]
         # Fit in pixels of reduced images, for which limits were chosen, and convert the model back.
-        to0, to1, points0, points1 = self._reduce()
+        to0, to1, points0, points1 = self._reduce_matches()
         factor = to1[0, 0]
         limit = FIT_PX if threshold_px is None else threshold_px * factor
         width, height = (side * factor for side in self.size1)
@@ -382,11 +382,11 @@ class MatchResult:
             >>> bool(np.allclose(pose.t, [-1, 0, 0], atol=1e-3))  # its length is not known
             True
         """
-        to0, to1, points0, points1 = self._reduce()
+        to0, to1, points0, points1 = self._reduce_matches()
         limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
         return estimate_relative_pose(points0, points1, to0 @ K0, to1 @ K1, limit)
 
-    def _reduce(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _reduce_matches(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Convert the matches to pixels of images reduced to `two_view.REFERENCE_PX`.
 
         Returns:

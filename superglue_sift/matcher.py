@@ -230,7 +230,7 @@ class Matcher:
             }
         )
 
-    def _check_process(self) -> None:
+    def _check_not_forked(self) -> None:
         """Raise RequestError in a forked process, where waiting for torch's threads never ends."""
         if self._process != os.getpid():
             fix = "multiprocessing.get_context('spawn') or torch.multiprocessing.spawn"
@@ -295,7 +295,7 @@ class Matcher:
         Raises:
             RequestError: If the model's extractor may not be run.
         """
-        self._check_process()
+        self._check_not_forked()
         if self.extractor is None:
             source = self.model.config.extractor
             reason = f"the model's keypoints come from {source}, code that runs only if allowed"
@@ -346,7 +346,7 @@ class Matcher:
             [-40, 0]
         """
         features0, features1 = self.extract_all([image0, image1])
-        (result,) = self._match([(features0, features1)], refine)
+        (result,) = self._match_batch([(features0, features1)], refine)
         return result
 
     def match_many(
@@ -401,9 +401,11 @@ class Matcher:
             # The images of pair i are entries 2 i and 2 i + 1.
             batch = list(zip(features[::2], features[1::2]))
             if self.workers == 1:
-                yield from self._match(batch, refine)
+                yield from self._match_batch(batch, refine)
             else:  # Side by side, each pair is a batch of its own
-                yield from self._map_in_threads(lambda pair: self._match([pair], refine)[0], batch)
+                yield from self._map_in_threads(
+                    lambda pair: self._match_batch([pair], refine)[0], batch
+                )
 
     def refine_batch(
         self, results: Iterable[Tuple[MatchResult, Features, Features]]
@@ -452,7 +454,7 @@ class Matcher:
         warn_deprecated("Matcher.side_by_side", "use_one_core_per_pair")
         self.use_one_core_per_pair()
 
-    def _match(
+    def _match_batch(
         self, batch: Sequence[Tuple[Features, Features]], refine: Optional[bool]
     ) -> List[MatchResult]:
         """Match a batch of pairs. The network takes them all at once.
@@ -496,7 +498,7 @@ class Matcher:
         Raises:
             RequestError: If the network cannot match these features (`check_features`).
         """
-        self._check_process()
+        self._check_not_forked()
         for pair in batch:
             check_features(self.model.config, *pair)
         if self.rules is not None:

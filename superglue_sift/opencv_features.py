@@ -32,7 +32,7 @@ def kaze(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
         fix = "pip install 'opencv-python<5'"
         raise RequestError(f"OpenCV {cv2.__version__} has no KAZE, which 5.0 removed: {fix}")
     points, descriptors = cv2.KAZE.create().detectAndCompute(gray, None)  # pyright: ignore
-    values = sift.geometry_of(points)
+    values = sift.to_geometry_records(points)
     return {
         "keypoints": sift.positions(values),
         "scales": values["scale"],

@@ -24,7 +24,7 @@ from superglue_sift.features.images import (
     UPRIGHT,
     Photo,
     convert_pil,
-    count_levels,
+    count_gray_levels,
     read_mask,
     read_photo,
     reduce_image,
@@ -297,7 +297,7 @@ def extract_features(
     records = extractor(seen, max_keypoints, *joined_mask)
     features = Features(records, detected_size, detected_size=detected_size)
     # Warn about a picture in which little can be found.
-    levels = count_levels(seen)
+    levels = count_gray_levels(seen)
     if min(detected_size) < SLIM_PX and min(detected_size) <= min(size) / 2:
         sizes = f"{size[0]}x{size[1]} px are reduced to {detected_size[0]}x{detected_size[1]}"
         longer = math.ceil(max(size) * min(1.0, ENOUGH_PX / min(size)))

@@ -183,7 +183,7 @@ def decode_photo(data: bytes, name: str, gray: bool, frame: str) -> Photo:
     Raises:
         BadImage: If the file is damaged.
     """
-    tags = _tiff_tags(data)
+    tags = _read_tiff_tags(data)
     if tags is None or _pillow_reads(tags):
         pixels, mask, size, turn = _decode_by_pillow(data, name, gray)
     else:
@@ -391,7 +391,7 @@ def _read_deep_colours(image: Image.Image, data: bytes) -> Optional[np.ndarray]:
 # further bands, 339 the type of numbers. 42113 is GDAL's value for no data.
 
 
-def _tiff_tags(data: bytes) -> Optional[ImageFileDirectory_v2]:
+def _read_tiff_tags(data: bytes) -> Optional[ImageFileDirectory_v2]:
     """Read the tags of the first picture of a TIFF. Return None for other and damaged files."""
     if data[:4] not in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
         return None
@@ -570,7 +570,7 @@ def find_range_in_use(values: np.ndarray, is_valid: np.ndarray) -> Tuple[float, 
     return low, high
 
 
-def count_levels(gray: np.ndarray) -> int:
+def count_gray_levels(gray: np.ndarray) -> int:
     """Count how many of the 256 gray levels the pixels (H, W) uint8 have."""
     return int(np.count_nonzero(cv2.calcHist([gray], [0], None, [256], [0, 256])))
 
@@ -594,11 +594,11 @@ def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     """Rotate stored pixels (H, W) or (H, W, 3) uint8 upright."""
     if orientation > 4:
         pixels = pixels.swapaxes(0, 1)
-    flip_x, flip_y = _flips(orientation)
+    flip_x, flip_y = _which_axes_flip(orientation)
     return np.ascontiguousarray(pixels[:: -1 if flip_y else 1, :: -1 if flip_x else 1])
 
 
-def _flips(orientation: int) -> Tuple[bool, bool]:
+def _which_axes_flip(orientation: int) -> Tuple[bool, bool]:
     """Say whether x, and whether y, must be mirrored to rotate pixels of an orientation upright.
 
     Orientations above 4 swap x and y first.
@@ -627,7 +627,7 @@ def map_to_upright(orientation: int, size: Size) -> np.ndarray:
     if orientation > 4:
         H = H[[1, 0, 2]]
     for row, side in enumerate(turn_size(size, orientation)):
-        if _flips(orientation)[row]:
+        if _which_axes_flip(orientation)[row]:
             H[row] *= -1
             H[row, 2] = side - 1.0
     return H

@@ -165,10 +165,10 @@ def _describe_orientations(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]
 def keep_one_to_one(matches: Matches) -> Matches:
     """Keep the matches that share no keypoint with a more confident one, in image 0's order."""
     index0, index1 = matches.indices.T
-    return matches.only(one_to_one_rows(index0, index1, matches.scores)).sort()
+    return matches.only(find_one_to_one(index0, index1, matches.scores)).sort()
 
 
-def one_to_one_rows(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:
+def find_one_to_one(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """Find the matches that share neither end with a more confident one.
 
     The order of the images does not matter.

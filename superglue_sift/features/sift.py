@@ -58,7 +58,7 @@ def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = N
         gives (0,). Equal input gives equal bytes.
     """
     points = make_detector().detect(gray, mask)
-    values = geometry_of(points)
+    values = to_geometry_records(points)
     # Keep one keypoint for each position. In this order the orientations of a point follow each
     # other, so a second orientation is the next entry, if that has the same geometry.
     order, first = _sort_by_position(values)
@@ -142,7 +142,7 @@ def make_detector() -> cv2.SIFT:
     return cv2.SIFT.create(contrastThreshold=CONTRAST, enable_precise_upscale=True)
 
 
-def geometry_of(points: Sequence[cv2.KeyPoint]) -> np.ndarray:
+def to_geometry_records(points: Sequence[cv2.KeyPoint]) -> np.ndarray:
     """Return the GEOMETRY of OpenCV's keypoints as records (n,)."""
     values = [(*point.pt, point.size, point.angle, point.response) for point in points]
     return np.array(values, [(name, np.float32) for name in GEOMETRY])

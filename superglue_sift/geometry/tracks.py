@@ -54,11 +54,11 @@ def refine_tracks(
     for i, j, result in pairs:
         if result.deviations is None:
             continue
-        aligned = result.only(np.isfinite(result.deviations))
-        if len(aligned.matches) >= MIN_AGREEING:
+        refined = result.only(np.isfinite(result.deviations))
+        if len(refined.matches) >= MIN_AGREEING:
             factors[i] = reduction_factor(result.size0, RESIZE)
             factors[j] = reduction_factor(result.size1, RESIZE)
-            systems.append(_equations(starts[i], starts[j], aligned))
+            systems.append(_build_equations(starts[i], starts[j], refined))
     positions = [np.asarray(points, np.float64).reshape(-1, 2) for points in keypoints]
     if systems:
         # (n, ...) of each pair -> (sum of n, ...), then one system for all images
@@ -68,7 +68,7 @@ def refine_tracks(
     return [points.astype(np.float32) for points in positions]
 
 
-def _equations(start0: int, start1: int, refined: MatchResult) -> Tuple[np.ndarray, ...]:
+def _build_equations(start0: int, start1: int, refined: MatchResult) -> Tuple[np.ndarray, ...]:
     """Build the equations of n refined matches of two images.
 
     Args:
@@ -103,7 +103,7 @@ def _solve(
     """Solve for the corrections (count, 2) by iteratively reweighted least squares.
 
     The weights are Cauchy's. Keypoints without an equation get zeros. The other arguments are those
-    that `_equations` returns.
+    that `_build_equations` returns.
     """
     from scipy.sparse import bsr_matrix, identity, vstack
     from scipy.sparse.linalg import lsmr, splu
@@ -124,14 +124,14 @@ def _solve(
     for _ in range(ROUNDS):
         # Solve the weighted equations together with those that keep each correction small.
         scale = np.repeat(np.sqrt(weight) / deviation, 2)
-        whole = vstack([system.multiply(scale[:, None]), identity(size) / SCATTER_PX]).tocsr()
+        weighted = vstack([system.multiply(scale[:, None]), identity(size) / SCATTER_PX]).tocsr()
         target = np.concatenate([right * scale, np.zeros(size)])
         if len(used) > DIRECT:
-            x = lsmr(whole, target, atol=1e-4, btol=1e-4)[0]
+            x = lsmr(weighted, target, atol=1e-4, btol=1e-4)[0]
         else:  # This takes a quarter of the time: short, separate tracks cause little fill-in
-            normal = (whole.T @ whole).tocsc()
+            normal = (weighted.T @ weighted).tocsc()
             factors = splu(normal, permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True})
-            x = factors.solve(whole.T @ target)
+            x = factors.solve(weighted.T @ target)
         # Weight the equations anew by their residuals.
         residual = ((system @ x - right).reshape(-1, 2) ** 2).sum(1) / deviation**2
         weight = 1.0 / (1.0 + residual / 9.0)  # Half the weight at three deviations

@@ -218,7 +218,7 @@ def verify_pair(
     # place the lines.
     F = two_view.fit_fundamental(*_distinct_points(counted, keypoints)[:2], INLIER_PX).model
     if F is not None:
-        inliers = _join(_keep_near_lines(F, counted, keypoints, INLIER_PX), ratio_matches)
+        inliers = _join_matches(_keep_near_lines(F, counted, keypoints, INLIER_PX), ratio_matches)
         refit = two_view.fit_fundamental(*points_of_matches(keypoints, inliers), INLIER_PX).model
         F = F if refit is None else refit
     return F, measure_evidence(F, counted, ratio_matches, keypoints)
@@ -238,11 +238,11 @@ def add_matches_near_lines(
         keypoints: (M, 2) and (N, 2) px, positions in the images that SIFT saw.
     """
     # Matches that the network or the ratio test is sure of need to be near their lines only.
-    sure = _join(network_matches, mutual_matches.above(1.0 - nearest.RATIO))
+    sure = _join_matches(network_matches, mutual_matches.above(1.0 - nearest.RATIO))
     sure = nearest.keep_one_to_one(_keep_near_lines(F, sure, keypoints, BAND_PX))
     # Other mutual nearest neighbours must also be where the matches around them say.
     unsure = nearest.keep_one_to_one(_keep_near_lines(F, mutual_matches, keypoints, BAND_PX))
-    return _join(sure, find_guided_matches(sure, unsure, keypoints))
+    return _join_matches(sure, find_guided_matches(sure, unsure, keypoints))
 
 
 def agree_with_one_geometry(
@@ -268,7 +268,7 @@ def agree_with_one_geometry(
     return two_view.epipolar_distances(F, points0, points1) <= EXACT_PX
 
 
-def _join(first: Matches, second: Matches) -> Matches:
+def _join_matches(first: Matches, second: Matches) -> Matches:
     """Join two sets of matches, sorted. A match that is in both has the score of the first."""
     indices = np.concatenate([first.indices, second.indices])
     scores = np.concatenate([first.scores, second.scores])
@@ -294,7 +294,7 @@ def _distinct_points(
         Positions (k, 2) px in both images and scores (k,) float64, by falling score.
     """
     points0, points1 = points_of_matches(keypoints, matches)
-    rows = nearest.one_to_one_rows(points0, points1, matches.scores)
+    rows = nearest.find_one_to_one(points0, points1, matches.scores)
     return points0[rows], points1[rows], matches.scores[rows].astype(np.float64)
 
 
@@ -323,7 +323,7 @@ def measure_evidence(
     nothing = np.zeros(len(WEIGHTS))
     if F is None:
         return nothing
-    points0, points1, _ = _distinct_points(_join(network_matches, ratio_matches), keypoints)
+    points0, points1, _ = _distinct_points(_join_matches(network_matches, ratio_matches), keypoints)
     distances = two_view.epipolar_distances(F, points0, points1)
     is_near = distances <= BAND_PX
     maps, followers = _fit_to_neighbours(points0[is_near], points1[is_near])
@@ -599,7 +599,7 @@ def add_guided_matches(
     candidates = mutual_matches.only(~(is_selected0 & is_selected1))
     guided_matches = find_guided_matches(network_matches.above(threshold), candidates, keypoints)
     # A guided match wins, since more matches speak for it.
-    return _join(guided_matches, _drop_keypoints_of(guided_matches, network_matches))
+    return _join_matches(guided_matches, _drop_keypoints_of(guided_matches, network_matches))
 
 
 def points_of_matches(keypoints: Points, matches: Matches) -> Points:

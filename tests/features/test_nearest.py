@@ -67,8 +67,8 @@ def test_the_second_orientation_matches_too():
 def test_matches_that_share_an_end_are_dropped_in_either_order_of_the_images(matches):
     matches = np.array(matches, int).reshape(-1, 2)
     scores = np.random.default_rng(len(matches)).permutation(len(matches)) / 30
-    kept = set(nearest.one_to_one_rows(*matches.T, scores))
-    assert kept == set(nearest.one_to_one_rows(*matches[:, ::-1].T, scores))
+    kept = set(nearest.find_one_to_one(*matches.T, scores))
+    assert kept == set(nearest.find_one_to_one(*matches[:, ::-1].T, scores))
     for i in range(len(matches)):
         rivals = (matches == matches[i]).any(axis=1)
         assert (i in kept) == (scores[i] == scores[rivals].max())
