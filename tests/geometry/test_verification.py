@@ -300,7 +300,7 @@ def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are
     assert found.accepted and found.pair_score > 0.95
     assert len(found.matches) > 850  # 917; the network alone finds 474
     pair = [cameras[name] for name in NAMES[:2]]
-    F = bench.fundamental(*pair)
+    F = bench.compute_fundamental(*pair)
     assert (two_view.epipolar_distances(F, found.points0, found.points1) < 4).mean() > 0.95
     pose = found.relative_pose(*(camera.K for camera in pair))
     turn = pose.R @ pair[0].R @ pair[1].R.T
