@@ -205,8 +205,10 @@ def _join_threads() -> None:
     Python ends a thread that asks for the GIL, and C++ aborts the process. Each of the two happened
     about once in some hundred runs.
     """
-    gc.collect()  # DistributedDataParallel is part of reference cycles
-    _left_groups.clear()  # This is the last reference, and clearing it releases the GIL first
+    # DistributedDataParallel refers to the group from reference cycles, which only gc frees.
+    gc.collect()
+    # These are the last references. Clearing them releases the GIL before threads are joined.
+    _left_groups.clear()
 
 
 def _abandon_group() -> None:

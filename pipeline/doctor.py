@@ -1,9 +1,8 @@
-"""Check this machine before the work: `python -m pipeline.doctor`.
+"""Check whether this machine can run the pipeline: `python -m pipeline.doctor`.
 
 The doctor checks the user, the clone, GPUs, shared memory, disk and packages. The exit code is 0 if
-the work can start, and 2 if something prevents it. With `--quick`, which `repro` runs first, only
-what prevents the work is printed. If nothing prevents it, warnings and the space on the disk are
-printed.
+the pipeline can run, and 2 if something prevents it. With `--quick`, which `make repro` runs first,
+only what prevents it is printed. If nothing does, the warnings and the free disk space are printed.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def is_one_node() -> bool:
     return os.environ.get("NNODES", "1") == "1"
 
 
-def read_least_nodes() -> int:
-    """Return the number of nodes, which NNODES says. In an elastic job (1:2) it is the smallest.
+def read_min_nodes() -> int:
+    """Return the number of nodes that NNODES gives, and 1 without it. Of a range, return the first.
 
     Raises:
         RequestError: If NNODES is neither a number nor a range.
@@ -209,7 +209,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # Torch reads it when it is loaded
     module = importlib.import_module(f"{stage}.__main__")
     processes = count_processes_per_node()
-    world_size = read_least_nodes() * processes
+    world_size = read_min_nodes() * processes
     if hasattr(module, "check_request"):
         module.check_request(stage_arguments, world_size)
     exit_code = run_stage(stage, stage_arguments, processes)

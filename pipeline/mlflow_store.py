@@ -71,7 +71,7 @@ def shorten_path(path: Path) -> str:
     return str(path.relative_to(root) if root in path.parents else path)
 
 
-def name_address(uri: str) -> str:
+def format_address(uri: str) -> str:
     """Return an address as logs name it, without a password.
 
     The name of a clone's store has no folder, because a clone may be copied or moved.
@@ -173,8 +173,12 @@ def create_database(path: Path) -> None:
 def get_artifacts_folder(uri: str, name: str) -> Optional[Path]:
     """Return the folder for the files of an experiment, or None if `uri` is that of a server.
 
-    The folder is beside a local store. MLflow's default is the current directory, which may be a
-    temporary copy of DVC. `name` is the name of the experiment.
+    The folder is beside the local store. MLflow's default would be the current directory, which may
+    be a copy of the clone that DVC makes for a while (`dvc exp run --temp`).
+
+    Args:
+        uri: the address of the server or local store.
+        name: the name of the experiment.
     """
     path = get_database_path(uri)
     return path.resolve().parent / ARTIFACTS / name.replace("/", "_") if path else None
@@ -252,7 +256,7 @@ def find_experiment(client: Any, uri: str, name: str) -> str:
         return client.create_experiment(name, own_folder.as_uri() if own_folder else None)
     number = experiment.experiment_id
     if is_deleted(experiment):
-        store = f"MLFLOW_TRACKING_URI={shlex.quote(name_address(uri))}"
+        store = f"MLFLOW_TRACKING_URI={shlex.quote(format_address(uri))}"
         restore = f"{store} mlflow experiments restore --experiment-id {number}"
         raise errors.RequestError(
             f"the experiment {name} is deleted. To restore it, type {restore}; for another"
@@ -391,7 +395,7 @@ class MlflowRun:
                 is_better = False
                 reason = f"the run of version {champion.version} has no {EVALUATION}/pairs.csv"
             else:
-                is_better, reason = compare_evaluations(pairs, champion_pairs)
+                is_better, reason = judge_against_champion(pairs, champion_pairs)
                 reason += f"; compared with version {champion.version}"
         self._judge(version, is_better, reason)
         if is_better:
@@ -420,7 +424,7 @@ class MlflowRun:
             return None  # The run was deleted for good
 
 
-def compare_evaluations(pairs: Path, champion_pairs: Path) -> Tuple[bool, str]:
+def judge_against_champion(pairs: Path, champion_pairs: Path) -> Tuple[bool, str]:
     """Decide by two evaluations whether a model is better than the champion.
 
     The model is better if the 95 % interval of the difference of AUC@5 on the same pairs lies above

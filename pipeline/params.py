@@ -299,9 +299,11 @@ def find_default_file() -> Path:
 def is_portable(words: Sequence[str]) -> bool:
     """Return whether `train.precision` is `portable` in the file that --params names.
 
-    A command calls this function with its command line, before it loads torch. `main` of the
-    command reports errors of the command line and of the file. A pipe is not read, since it can be
-    read only once.
+    A command calls this function before it loads torch. It returns False for a wrong command line
+    or file, whose errors `main` reports later, and for a pipe, which can be read only once.
+
+    Args:
+        words: the command line.
     """
     parser = Parser(add_help=False)
     parser.add_argument("--params", type=Path, default=find_default_file())

@@ -118,7 +118,7 @@ def render_params(name: str, images: str = "", val_images: str = "", text: str =
     return _dump(yaml, tree)
 
 
-def refresh_content(path: Path) -> bool:
+def rewrite_fetch_content(path: Path) -> bool:
     """Update `fetch.content` in the params.yaml at `path`. Return whether the file has changed."""
     fetch = params.load(path).fetch
     if fetch.source != "folder":
@@ -177,7 +177,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     add("--val-images", default="", help="folder of held-out images")
     args = parser.parse_args(argv)
     if args.command == "refresh":
-        refresh_content(args.params)
+        rewrite_fetch_content(args.params)
         return 0
     if args.val_images and not args.images:
         raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name those too")

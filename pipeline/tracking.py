@@ -32,9 +32,9 @@ from pipeline.mlflow_store import (
     SEPARATOR,
     Event,
     MlflowRun,
+    format_address,
     format_error,
     get_database_path,
-    name_address,
     print_message,
     redact,
 )
@@ -280,7 +280,7 @@ def choose_uri(log: Optional[EventLog] = None) -> str:
     )
     address = next(usable, None)
     # If the environment has the same address, perhaps with a password, that one is used.
-    if address not in (None, name_address(uri)):
+    if address not in (None, format_address(uri)):
         uri = address
     path = get_database_path(uri)
     return f"sqlite:///{path}" if path else uri
@@ -422,7 +422,7 @@ class Sender(threading.Thread):
             sample: a function that is called before each try, `Run.sample_machine_use`.
         """
         super().__init__(name="tracking", daemon=True)
-        self.address = name_address(uri)
+        self.address = format_address(uri)
         self.error: Optional[str] = None
         self._has_warned = False  # Whether a line has told the error since the last success
         self._log = log

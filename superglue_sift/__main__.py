@@ -6,7 +6,7 @@ import functools
 
 from superglue_sift import environment
 
-command = functools.partial(environment.run_module, "superglue_sift.apps.cli")
+command = functools.partial(environment.import_and_run_main, "superglue_sift.apps.cli")
 
 if __name__ == "__main__":
     raise SystemExit(command())

@@ -92,7 +92,7 @@ def is_prepared() -> bool:
     return all(os.environ.get(name) == value for name, value in {**NETWORK, PREPARED: "1"}.items())
 
 
-def run_module(module: str) -> int:
+def import_and_run_main(module: str) -> int:
     """Run the `main` of a module, with threads that wait passively, and return the exit code."""
     # This comes before torch is loaded.
     wait_passively()

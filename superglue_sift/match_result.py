@@ -1,8 +1,8 @@
 """Hold the matches of two images, fit geometries to them, and draw them.
 
 Positions are in pixels of the files. Geometries are fitted in pixels of images reduced to
-`two_view.REFERENCE_PX`, for which the limits were chosen, and are then converted back
-(`MatchResult._reduce_matches`).
+`two_view.REFERENCE_PX`, because the maximum distances of inliers were chosen at this size
+(`MatchResult._reduce_matches`). Then they are converted back.
 """
 
 from __future__ import annotations

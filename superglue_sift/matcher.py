@@ -269,7 +269,7 @@ class Matcher:
 
         Args:
             data: content of the file.
-            path: the name of the file in messages. Features keep it as their image.
+            path: the path of the file. Messages name it, and it becomes `Features.image`.
             mask: a mask as for `extract`.
 
         Raises:

@@ -59,8 +59,8 @@ OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1")
 COLMAP_INPUTS = tuple(
     f"{name}{view}" for name in ("kpts", "desc", "image_size", "scales", "oris") for view in "01"
 )
-# COLMAP may find 8,192 keypoints. The file matches at most this number in an image, since time and
-# memory grow with its square. With 2,048 keypoints, a pair takes 3 s of one core and 0.7 GB.
+# Maximum number of keypoints of an image that the file matches. COLMAP may find 8,192, but time and
+# memory grow with the square.
 COLMAP_KEYPOINTS = 2048
 # With a threshold between 0.6 and 0.8, COLMAP's cameras of Strecha's scenes are most exact. Below
 # 0.8, one pair is false.

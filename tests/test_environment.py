@@ -28,7 +28,7 @@ seen = {}
 sys.meta_path.insert(0, Watch())
 sys.argv = sys.argv[1:]
 try:
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    runpy.import_and_run_main(sys.argv[0], run_name="__main__", alter_sys=True)
 except SystemExit:
     print(json.dumps(seen))
 """
@@ -169,6 +169,6 @@ def test_names_that_the_output_cannot_show_are_no_error(monkeypatch, encoding, n
     command = SimpleNamespace(main=lambda _: print(name))
     monkeypatch.setitem(sys.modules, "command", command)
     monkeypatch.setattr(environment, "wait_passively", lambda: None)
-    environment.run_module("command")
+    environment.import_and_run_main("command")
     output.flush()
     assert output.buffer.getvalue().strip() == printed

@@ -14,7 +14,8 @@ import sys
 from pipeline import params
 from superglue_sift import environment
 
-if __name__ == "__main__":  # This must come before torch is loaded
+if __name__ == "__main__":
+    # These settings must come before torch is loaded.
     environment.wait_passively()
     if params.is_portable(sys.argv[1:]):
         environment.prepare_network()
@@ -60,7 +61,7 @@ EXCLUDED_OPTIONS = (
 )
 # Smallest values of options
 SMALLEST_VALUES = {"robustness": 0, "short_side": 0}
-# Arguments of `Matcher.load` that are options
+# Arguments of `Matcher.load` that this command also has as options
 MATCHER_OPTIONS = (
     "max_keypoints", "network_keypoints", "threshold", "resize", "precision", "scene", "accept",
     "likely",
@@ -106,9 +107,9 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add_setting("--scene", action="store_true", help=scene_help)
     add_setting("--accept", type=float, help="with --scene: smallest probability of one place")
     add_setting("--likely", type=int, help="with --scene: fewest classical matches; 0 skips none")
+    # Options that change how the metrics are computed
     refine_help = "skip the metrics of refined matches, to save time"
     add_setting("--no-refine", dest="refine", action="store_false", help=refine_help)
-    # The metrics
     side_help = (
         "--pairs, --poses: resize to this shorter side first, in which errors are measured; 480 is"
         " HPatches' protocol (default: no)"
@@ -146,7 +147,7 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
         check_range(f"--{name.replace('_', '-')}", getattr(args, name), least)
     if args.short_side and not (args.pairs or args.poses):
         raise RequestError("--short-side: only with --pairs or --poses")
-    # Find the models, parameters and estimators that the options name.
+    # Load these now, so that a wrong name is reported before the work.
     args.models, args.functions = find_models(args.model, args.also)
     args.params = args.params or params.find_default_file()
     names = args.estimators.split(",") if args.estimators else estimators.DEFAULT

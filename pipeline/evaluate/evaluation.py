@@ -249,9 +249,11 @@ def compute_results(
 
 
 def choose_pictured_pairs(values: pd.DataFrame) -> Dict[int, str]:
-    """Choose the median, best and worst pairs for the pictures.
+    """Choose three median, two best and three worst pairs of the network for the pictures.
 
-    If the errors of two pairs are equal, the pair with more correct matches is better.
+    They are in the order of the pictures. A pair with a smaller error is better. If the errors are
+    equal, the pair with more correct matches is. Of the three median pairs, the one in which the
+    network is furthest ahead of the ratio test comes first.
 
     Args:
         values: the columns `error` and `correct`, with a row for each (matcher, number of the
@@ -263,7 +265,6 @@ def choose_pictured_pairs(values: pd.DataFrame) -> Dict[int, str]:
     # Rank the numbers of the pairs from the network's best to its worst.
     ranked = values.loc[OURS].sort_values(["error", "correct"], ascending=[True, False]).index
     middle = max(len(ranked) // 2 - 1, 0)
-    # The first screen shows that of three typical pairs in which the network is furthest ahead.
     ahead = values["correct"][OURS] - values["correct"][RATIO_TEST]
     typical = sorted(ranked[middle : middle + 3], key=lambda number: -ahead[number])
     groups = {"median": typical, "best": ranked[:2], "worst": ranked[::-1][:3]}

@@ -485,7 +485,7 @@ class HPatchesPairs(FilePairs):
 
     def __init__(self, folder: Path, short_side: int = 0):
         super().__init__(short_side)
-        self.sequences = find_sequences(folder)
+        self.sequences = read_sequences(folder)
         self.scenes = [(name, len(homographies)) for name, _, homographies in self.sequences]
         self.files = [files for _, files, _ in self.sequences]
 
@@ -531,7 +531,7 @@ class PosePairs(FilePairs):
         return images, [(f"{name0} {name1}", 0, 1, truth)]
 
 
-def find_sequences(folder: Path) -> List[HPatchesSequence]:
+def read_sequences(folder: Path) -> List[HPatchesSequence]:
     """Read the sequences in `folder` and in folders below it, sorted by name.
 
     Raises:

@@ -107,7 +107,7 @@ class Results(NamedTuple):
 
     Attributes:
         title: where the pairs come from.
-        unit: plural noun of the scenes that intervals resample, for example "photographs".
+        unit: the plural noun for what intervals resample, for example "photographs".
         table: the long table of all pairs.
         values: what each pair contributes to each metric, from `metrics.compute_pair_values`.
         metrics: the table of `metrics.summarize`, with a row for each (matcher, metric, estimator,

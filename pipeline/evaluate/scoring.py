@@ -106,13 +106,13 @@ def compute_errors(
 ) -> Iterator[Tuple[str, bool, float]]:
     """Estimate the homography or the pose of a pair by each estimator, and yield the errors.
 
-    First come the matches as they were detected. If `settings.refine`, the matches refined as in
-    `Matcher.match` follow.
+    The errors of the matches as detected come first. With `settings.refine`, the errors of the
+    matches refined as in `Matcher.match` follow.
 
     Args:
         labeled_pair: the pair and its ground truth.
         matcher: the name of the matcher.
-        matches: its matches that count.
+        matches: its matches above the threshold.
         settings: the estimators, and whether matches are refined.
 
     Yields:

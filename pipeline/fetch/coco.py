@@ -196,10 +196,10 @@ class RemoteArchive:
 
     @property
     def names(self) -> List[str]:
-        return list(self._members)
+        return list(self._members_on_server)
 
     @cached_property
-    def _members(self) -> Dict[str, zipfile.ZipInfo]:
+    def _members_on_server(self) -> Dict[str, zipfile.ZipInfo]:
         """Read the images of the archive, by name, from its directory on the server."""
 
         def read(files: Any, url: str) -> List[zipfile.ZipInfo]:
@@ -220,7 +220,7 @@ class RemoteArchive:
             WorkError: If no address serves them, or if a CRC-32 is wrong.
         """
         target = resolve_link(folder / f"{Path(self.archive.file).stem}.part-of.zip")
-        members = [member for name, member in self._members.items() if name in names]
+        members = [member for name, member in self._members_on_server.items() if name in names]
         crcs = [(member.filename, member.CRC) for member in members]
         facts = {"partial": "CRC-32 of each image checked, MD5 of the whole not"}
         if target.is_file():

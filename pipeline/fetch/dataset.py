@@ -477,7 +477,7 @@ def _read_annotations(path: Path) -> List[str]:
         RequestError: If it is no COCO annotation file.
     """
     try:
-        content = json.loads(path.read_bytes())  # UTF-8, UTF-16 or UTF-32
+        content = json.loads(path.read_bytes())  # It detects UTF-8, UTF-16 and UTF-32
         listed = [image.get("file_name") or image["coco_url"] for image in content["images"]]
         names = [str(name).replace("\\", "/") for name in listed]
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -501,15 +501,16 @@ def select_and_check_members(
 ) -> List[zipfile.ZipInfo]:
     """Return the photographs among the members of a zip, sorted by name.
 
-    Nothing is unpacked, but later stages write the names into files.
+    Names are checked although nothing is unpacked, since later stages write them into files.
 
     Args:
         members: the members of the zip.
-        path: the zip, which errors name.
+        path: the zip, named in errors.
 
     Raises:
-        RequestError: If a photograph cannot be used, or if there is none. The error names the
-            member.
+        RequestError: If there is no photograph, or if one cannot be read in place: it is encrypted,
+            too large, neither stored nor deflated, or its name points outside the zip. The error
+            names the member.
     """
     images = [member for member in members if is_photo(member.filename)]
     for member in images:

@@ -27,11 +27,12 @@ Decode = Callable[[List[bytes]], List[np.ndarray]]  # From up to BATCH files to 
 def read_and_decode(
     decoder: str, images: ImageSet, entries: Iterable[Entry]
 ) -> Iterator[MaybeDecoded]:
-    """Yield each entry in order, with its gray pixels (H, W) uint8 or alone.
+    """Yield each entry in order: with its gray pixels (H, W) uint8, or without pixels.
 
-    An entry is alone if Pillow has to decode it later: a file that is no plain JPEG, or a file in a
-    batch that the decoder refused. Gray is the luma of the file (ITU-R BT.601). On a CPU the pixels
-    are the same as those of Pillow. Those of nvJPEG may differ by a few levels.
+    Pillow has to decode an entry without pixels later. With the decoder "pillow" this is every
+    entry. With another decoder it is a file that is no plain JPEG, or a file of a batch that the
+    decoder refused. Gray is the luma of the file (ITU-R BT.601). On a CPU the pixels are the same
+    as those of Pillow. Those of nvJPEG may differ by a few levels.
 
     Args:
         decoder: "pillow", "torchvision" or "dali".

@@ -17,7 +17,8 @@ import sys
 from pipeline import params
 from superglue_sift import environment
 
-if __name__ == "__main__":  # This must come before torch is loaded
+if __name__ == "__main__":
+    # These settings must come before torch is loaded.
     environment.wait_passively()
     if params.is_portable(sys.argv[1:]):
         environment.prepare_network()

@@ -40,13 +40,13 @@ CONFIDENCE_BINS = 500  # Bins of the histograms from which a threshold is chosen
 # on the number of processes.
 CHUNK = 8
 ALL = "all"  # The key of the sums over pairs of every kind
-# Names of the three results of `assignment_loss`
+# Names of the three results of `compute_assignment_losses`
 LOSSES = ("loss", "loss_positive", "loss_unmatched")
 Sums = Dict[str, np.ndarray]
 Metrics = Dict[str, float]
 
 
-def assignment_loss(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor]:
+def compute_assignment_losses(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor]:
     """Return the loss of each pair, and its two parts.
 
     Args:
@@ -122,7 +122,7 @@ class MatchingObjective(nn.Module):
         # The ground truth comes first: its large matrices are freed before activations take memory.
         truths = [find_true_matches(part, POSITIVE_PX, NEGATIVE_PX) for part in batches]
         log_P, finite = self.model.assign(batches, wait, self.precision)
-        parts = [assignment_loss(P, truth) for P, truth in zip(log_P, truths)]
+        parts = [compute_assignment_losses(P, truth) for P, truth in zip(log_P, truths)]
         total, positive, unmatched = (torch.cat(values) for values in zip(*parts))
         if not wait:
             total = total * torch.ones_like(total).masked_fill(~finite, math.nan)
@@ -287,7 +287,7 @@ def compute_network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums
     log_P = objective.model(batch)
     truth = find_true_matches(batch, POSITIVE_PX, NEGATIVE_PX)
     matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
-    losses = dict(zip(LOSSES, assignment_loss(log_P, truth)))
+    losses = dict(zip(LOSSES, compute_assignment_losses(log_P, truth)))
     return {
         "pairs": np.array(len(batch)),
         **count_matches(matches0, scores0, truth),

@@ -198,12 +198,12 @@ def _check_matcher(
 
 
 def check_masks(images: Sequence[Path], masks: Path, root: Path) -> None:
-    """Raise RequestError if a folder has masks of none of these images, since names may be wrong.
+    """Raise RequestError if no image has a mask, since the masks then probably have wrong names.
 
     Args:
         images: the files of the images.
         masks: the folder of masks.
-        root: folder of the images, below which their names are those of the masks.
+        root: the folder of the images. A mask has the path of its image below it, plus ".png".
     """
     if not any(find_mask(masks, name_below(path, root)) for path in images):
         name = name_below(images[0], root)

@@ -182,7 +182,7 @@ def make_records(name: str, values: Mapping[str, Any]) -> np.ndarray:
     # Bits in bytes, such as ORB's, would look like numbers.
     if kind.kind != "f":
         raise make_error(f"descriptors of {kind}: must be float32")
-    # Check what was copied. Without scales and angles, their columns are 0.
+    # Check the values. Scales are checked only if they were given, since they are 0 otherwise.
     for field in records.dtype.names or ():
         if not np.isfinite(records[field]).all():
             raise make_error(f"{field} must be finite")

@@ -104,7 +104,8 @@ def find_two_nearest(
         cosines[rows, columns] = -1.0
         second[block] = cosines.max(axis=1)
         np.maximum(best_other, cosines.max(axis=0), out=best_other)
-    # Where several rows have one nearest neighbour, all but the nearest of these rows are beaten.
+    # If several rows have the same nearest neighbour, only the nearest row keeps it. The others are
+    # beaten: the cosine of their rival is set to infinity.
     order = np.lexsort((-cosine, nearest))
     beaten = order[1:][np.diff(nearest[order]) == 0]
     np.maximum.at(best_other, nearest[beaten], cosine[beaten])

@@ -66,7 +66,7 @@ def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = N
     first = order[first]
     same = [values[name][first] == values[name][second] for name in ("x", "y", "scale", "score")]
     has_second = np.logical_and.reduce([*same, first != second])
-    # Keep the best keypoints, and describe both their orientations at once.
+    # Keep the best keypoints.
     best = values[first]
     rows = _find_highest(best["score"] * best["scale"], best, max_keypoints)
     first = first[rows]
@@ -77,6 +77,7 @@ def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = N
     for name in GEOMETRY:
         records[name] = values[name][first]
     records["second_angle"][has_second] = values["angle"][second]
+    # Describe both orientations of all keypoints in one call.
     descriptors = _describe(gray, [points[index] for index in [*first, *second]])
     records["descriptor"] = descriptors[: len(first)]
     records["second_descriptor"][has_second] = descriptors[len(first) :]

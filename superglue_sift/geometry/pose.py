@@ -59,14 +59,15 @@ def estimate_relative_pose(
     """Estimate the relative pose of two cameras from matched points.
 
     The method is PoseLib's LO-RANSAC (Larsson, 2020), which is deterministic and ends with a fit to
-    all inliers. Any direction t fits the matches of identical images, or of a camera that only
-    rotates. So t is None if a rotation explains most inliers, and if the other matches agree with t
-    no better than by chance (`significance`).
+    all inliers. For identical images, and for a camera that only rotates, the direction t of the
+    translation cannot be known, since any t fits. So t is None if two things hold: a rotation
+    explains most inliers, and the other matches agree with t no more often than by chance
+    (`significance`).
 
     Args:
         points0, points1: (K, 2) px.
         K0, K1: (3, 3) px, intrinsics of the cameras.
-        threshold_px: maximum distance of an inlier in a camera that has the mean focal length.
+        threshold_px: maximum epipolar distance of an inlier, at the mean focal length.
 
     Returns:
         The pose. R and t are None for fewer than five matches or inliers. Without parallax, t alone

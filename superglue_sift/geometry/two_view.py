@@ -133,11 +133,11 @@ def jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
     return (H[None, :2, :2] - mapped[:, :, None] * H[None, None, 2, :2]) / depth[:, None, None]
 
 
-def mirrored_part(maps: np.ndarray) -> float:
-    """Compute the part, from 0 to 1, of the local maps (K, 2, 2) that reverse orientation.
+def compute_mirrored_fraction(maps: np.ndarray) -> float:
+    """Return which fraction, from 0 to 1, of the local maps (K, 2, 2) mirror the image.
 
-    No view of a surface does this. Where most maps do, only details that are symmetric themselves
-    were matched.
+    A real view of a surface never mirrors it. If most maps do, the matched details are symmetric,
+    so the matches are wrong.
     """
     # The sign of the determinant is negative if a map mirrors.
     areas = maps[:, 0, 0] * maps[:, 1, 1] - maps[:, 0, 1] * maps[:, 1, 0]
@@ -364,7 +364,7 @@ def fit_ransac(
     # Fit the model of the best sample to all of its inliers.
     H = refine_homography(H, points0, points1, threshold_px, deviations)
     inliers = points0[_find_inliers(H, points0, points1, threshold_px)]
-    return None if mirrored_part(jacobians(H, inliers)) > 0.5 else H
+    return None if compute_mirrored_fraction(jacobians(H, inliers)) > 0.5 else H
 
 
 def refine_homography(
@@ -439,7 +439,7 @@ def _minimize(H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray
     solution = least_squares(
         distances,
         normalize(H).ravel()[:8],
-        derivatives,  # pyright: ignore  # scipy's stubs know only names
+        derivatives,  # pyright: ignore  # scipy's stubs take no function here
         x_scale="jac",
         loss="cauchy",
         f_scale=SCATTER_PX,
@@ -514,7 +514,7 @@ def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) 
         (K,) px, the larger distance of both images.
     """
     homogeneous0, homogeneous1 = map(to_homogeneous, (points0, points1))
-    # (K, 3) lines in image 1, and in image 0
+    # Epipolar lines (K, 3): of points0 in image 1, and of points1 in image 0
     lines1 = homogeneous0 @ F.T
     lines0 = homogeneous1 @ F
     # A distance is |x1^T F x0| over the length of the line's normal.

@@ -328,7 +328,7 @@ def measure_evidence(
     is_near = distances <= BAND_PX
     maps, followers = _fit_to_neighbours(points0[is_near], points1[is_near])
     # Local maps that reverse orientation show a mirror image.
-    if two_view.mirrored_part(maps) > 0.5:
+    if two_view.compute_mirrored_fraction(maps) > 0.5:
         return nothing
     # Fit another geometry to the matches that disagree with this one.
     is_far = distances > 2 * BAND_PX

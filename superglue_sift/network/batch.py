@@ -123,9 +123,8 @@ class PairBatch:
     H_0to1: Optional[Tensor] = None
     cells: Optional[Tensor] = None
 
-    # If all tensors are views of one flat tensor for each dtype: these, and their layout. The flat
-    # tensors are copied, since each copy to a GPU, and each tensor that another process sends,
-    # takes its time.
+    # The flat tensors, one for each dtype, and their layout. They are set if all tensors are views
+    # of them. Then only the flat tensors are copied to a GPU or sent to a process.
     _flat_tensors: ClassVar[Optional[Tuple[Dict[torch.dtype, Tensor], Layout]]] = None
 
     def __len__(self) -> int:

@@ -75,10 +75,10 @@ def find_true_matches(
     Args:
         batch: the pairs, with `H_0to1`.
         positive_px: maximum error of a match, the larger one of both directions, in px.
-        negative_px: minimum error of an unmatched keypoint with its nearest neighbour, in px.
+        negative_px: minimum distance from an unmatched keypoint to its nearest neighbour, in px.
 
     Returns:
-        The matches (B, M) and (B, N).
+        For each keypoint, (B, M) and (B, N), the index of its match, UNMATCHED or IGNORED.
     """
     masks = batch.masks
     M, N = (mask.shape[1] for mask in masks)

@@ -165,7 +165,12 @@ def _split_pairs(Z: Tensor) -> List[slice]:
 def _solve_by_products(
     Z: Tensor, mu: Tensor, nu: Tensor, log_mass: Tensor, iterations: int
 ) -> Tuple[Tensor, Tensor, List[Iterates]]:
-    """Compute log P, whether each pair is finite, and the iterates of each chunk of pairs."""
+    """Compute log P by products with the kernel (see the module).
+
+    Returns:
+        log P, whether the potentials of each pair are finite (B,), and the iterates of each chunk
+        of pairs.
+    """
     parts = [_iterate(Z[pairs], mu[pairs], nu[pairs], iterations) for pairs in _split_pairs(Z)]
     # Return to the potentials of the log domain.
     u = torch.cat([a[-1].log() - r for a, _, r in parts])

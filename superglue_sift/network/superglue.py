@@ -81,7 +81,7 @@ DOUBTFUL_COSINE = 0.78
 # Typical scale of SIFT in images of 512x384 px. The inputs of the network are divided by it and by
 # TYPICAL_SCORE, so that they are of order one.
 TYPICAL_SCALE = 4.0
-NEIGHBOUR_FEATURES = 8  # inputs of each keypoint from `compute_neighbour_features`
+NEIGHBOUR_FEATURES = 8  # Number of inputs of a keypoint from `compute_neighbour_features`
 
 # Initial standard deviation of the frequencies of rotary positions, in radians over half an image
 FREQUENCY_DEVIATION = 2.0

@@ -16,7 +16,7 @@ from benchmarks.dev import pack
 from benchmarks.photographs import make_batch
 from benchmarks.timing import Setting
 from pipeline import errors
-from pipeline.train.loss import assignment_loss
+from pipeline.train.loss import compute_assignment_losses
 from superglue_sift.network.ground_truth import find_true_matches
 from superglue_sift.network.superglue import SuperGlueConfig
 
@@ -38,7 +38,7 @@ def test_assignment_loss_and_gradient_equal_those_of_the_plain_network(norm):
     truths = find_true_matches(batch)
     log_P, plain_log_P = model(batch), plain.assign(other, batch)
     torch.testing.assert_close(plain_log_P, log_P, atol=1e-9, rtol=0)
-    loss = assignment_loss(log_P, truths)[0].sum()
+    loss = compute_assignment_losses(log_P, truths)[0].sum()
     plain_loss = plain.compute_dense_loss(plain_log_P, truths).sum()
     torch.testing.assert_close(plain_loss, loss, atol=1e-9, rtol=0)
     loss.backward()

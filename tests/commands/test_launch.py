@@ -36,7 +36,7 @@ def test_options_of_one_node_and_of_several(monkeypatch):
         monkeypatch.setenv(name, value)
     two = options()
     assert {"--nnodes=1:2", "--rdzv_endpoint=head:29400", "--max_restarts=3"} <= two
-    assert "--rdzv_conf=is_host=true" in two and launch.read_least_nodes() == 1
+    assert "--rdzv_conf=is_host=true" in two and launch.read_min_nodes() == 1
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_options_of_one_node_and_of_several(monkeypatch):
             "NPROC_PER_NODE=5, but GPUs here: 4",
         ),
         *(
-            (launch.read_least_nodes, {"NNODES": n}, f"NNODES='{n}'")
+            (launch.read_min_nodes, {"NNODES": n}, f"NNODES='{n}'")
             for n in ("0", "a", "1:2:3", ":2")
         ),
         (options, {"NNODES": "2", "RDZV_ENDPOINT": "head"}, "needs RDZV_ENDPOINT=host:port"),

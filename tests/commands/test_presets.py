@@ -94,16 +94,16 @@ def test_own_images_are_written_as_absolute_paths(target, use, tmp_path, image_f
 def test_a_changed_folder_changes_the_content(target, use, image_folder):
     assert use("--images", image_folder) == 0
     before = params.load(target).fetch
-    assert not presets.refresh_content(target)
+    assert not presets.rewrite_fetch_content(target)
     shutil.copy(image_folder / "coffee.png", image_folder / "nested/again.png")
     (image_folder / "notes.txt").write_text("no image")
-    assert presets.refresh_content(target)
+    assert presets.rewrite_fetch_content(target)
     after = params.load(target).fetch
     assert after.content != before.content
     assert after == before.model_copy(update={"content": after.content})
     assert target.read_text().startswith("# Preset folder: ")
     shutil.copy(ROOT / "params.yaml", target)
-    assert not presets.refresh_content(target)  # no folder
+    assert not presets.rewrite_fetch_content(target)  # no folder
 
 
 def test_a_file_that_holds_the_preset_keeps_its_edits(target, use, tmp_path, image_folder):

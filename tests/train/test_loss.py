@@ -17,7 +17,7 @@ from pipeline.train.loss import (
     CONFIDENCE_BINS,
     MatchingObjective,
     Validation,
-    assignment_loss,
+    compute_assignment_losses,
     find_best_f1,
 )
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth
@@ -47,10 +47,10 @@ def test_a_gpu_finds_the_loss_and_the_gradient_of_the_cpu(precision, close):
 def test_known_value():
     log_P = torch.log(torch.tensor([[0.5, 0.1, 0.25], [0.1, 0.2, 0.125], [0.25, 0.5, 1.0]]))
     truth = Truth(torch.tensor([[0, UNMATCHED]]), torch.tensor([[0, UNMATCHED]]))
-    loss, _, _ = assignment_loss(log_P[None], truth)
+    loss, _, _ = compute_assignment_losses(log_P[None], truth)
     assert loss.item() == pytest.approx(math.log(2) * (1 + 3 + 1) / 3)
     ignored = Truth(torch.tensor([[0, IGNORED]]), torch.tensor([[0, IGNORED]]))
-    assert assignment_loss(log_P[None], ignored)[0].item() == pytest.approx(math.log(2))
+    assert compute_assignment_losses(log_P[None], ignored)[0].item() == pytest.approx(math.log(2))
 
 
 def objective():
