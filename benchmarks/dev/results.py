@@ -51,6 +51,7 @@ MATCHERS = {
     "mutual_nn": "mutual nearest neighbours",
     "true_matches": "true matches (bound)",
 }
+BASELINES = {**MATCHERS, "nn": "nearest neighbours"}
 PAIR = ("superglue", "ratio_test")  # what a cell with two values compares
 # Headings of metrics, by their name, estimator and whether matches are refined
 HOMOGRAPHIES = {
@@ -287,7 +288,7 @@ def weights(bench: Bench) -> str:
         cells = [format_percent(values.get(f"{matcher}.{metric}")) for matcher in PAIR]
         # The best baseline is the one from which SuperGlue differs least.
         best = differences[differences.metric == metric].sort_values("value").iloc[0]
-        title = MATCHERS.get(best.baseline, best.baseline)
+        title = BASELINES.get(best.baseline, best.baseline)
         rows[WORDS.get(heading, heading)] = [*cells, format_gain(best), title]
     heads = [*(MATCHERS[matcher] for matcher in PAIR), "gain over the best baseline", "which is"]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
