@@ -464,7 +464,7 @@ def _make_row(
     """Return the row of pairs.csv, with PAIR_COLUMNS, for one pair of a scene."""
     score = f"{result.pair_score:.4f}"
     reason = "" if result.accepted else "not accepted"
-    # A pair that the first look skipped was never judged, so it has no score.
+    # A pair that `preview_pair` skipped was never judged, so it has no score.
     if result.pair_score == verification.SKIPPED:
         score = ""
         reason = "skipped: too few classical matches"
