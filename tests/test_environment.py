@@ -28,7 +28,7 @@ seen = {}
 sys.meta_path.insert(0, Watch())
 sys.argv = sys.argv[1:]
 try:
-    runpy.import_and_run_main(sys.argv[0], run_name="__main__", alter_sys=True)
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 except SystemExit:
     print(json.dumps(seen))
 """
