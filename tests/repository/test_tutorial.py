@@ -21,10 +21,10 @@ def largest_error(notebook):
 def test_the_notebook_places_every_camera(root, tmp_path, monkeypatch):
     for name in ("nbformat", "nbclient", "ipykernel", "pycolmap"):
         pytest.importorskip(name)
-    from benchmarks.dev.notebook import executed
+    from benchmarks.dev.notebook import run_notebook
 
     monkeypatch.chdir(root)
-    notebook = executed(root / "docs/tutorial.ipynb", tmp_path)
+    notebook = run_notebook(root / "docs/tutorial.ipynb", tmp_path)
     assert largest_error(notebook) < 2  # the focal length is guessed and refined
     assert (tmp_path / "points.ply").stat().st_size > 1000
 
