@@ -42,6 +42,7 @@ from pipeline.evaluate.metrics import name_metric
 from superglue_sift import Matcher, MatchResult
 from superglue_sift.features.images import read_gray
 from superglue_sift.files import write_atomic
+from superglue_sift.geometry import two_view
 from superglue_sift.matcher import RESIZE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,11 +190,9 @@ def make_metrics_table(folder: Path, headings: Dict[Tuple[str, str, bool], str])
     # The difference from the ratio test, with the interval of resampled scenes.
     differences = pd.read_csv(folder / "differences.csv")
     differences = differences[differences.baseline == "ratio_test"].set_index("metric")
+    names = [name_metric(*key) for key in headings]
     rows["SuperGlue minus ratio test"] = [
-        format_gain(differences.loc[name_metric(*key)])
-        if name_metric(*key) in differences.index
-        else "-"
-        for key in headings
+        format_gain(differences.loc[name]) if name in differences.index else "-" for name in names
     ]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=list(headings.values()))
     return to_markdown(table.rename_axis(columns="in %"))
@@ -442,9 +441,8 @@ def count_found_again(result: MatchResult, resized: MatchResult) -> int:
     A match is found again if `resized` has a match that is at most SAME_PX away along each axis of
     both images.
     """
-    scale = max(result.size1) / max(resized.size1)
-    # Pixel centres have whole coordinates, so both images have their corner at -0.5.
-    points1 = (resized.points1 + 0.5) * scale - 0.5
+    H_resized_to_1 = two_view.map_to_resized(resized.size1, result.size1)
+    points1 = two_view.transform(resized.points1, H_resized_to_1)
     tree = KDTree(np.hstack([resized.points0, points1]))
     positions = np.hstack([result.points0, result.points1])
     return int(np.isfinite(tree.query(positions, p=np.inf, distance_upper_bound=SAME_PX)[0]).sum())
@@ -541,7 +539,7 @@ def name_processor() -> str:
     """Return the name of the processor and the number of its cores."""
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
-    name = names[0] if names else platform.name_processor() or platform.machine()
+    name = names[0] if names else platform.processor() or platform.machine()
     return f"{re.sub(r'[(](R|TM)[)]', '', name)}, {os.cpu_count()} cores"
 
 
