@@ -43,10 +43,10 @@ def test_made_views_are_the_same_every_time_and_look_alike_where_the_truth_says(
 def test_a_match_is_judged_by_the_plane_that_fits_best():
     moved = np.array([[1.0, 0, 30], [0, 1, 0], [0, 0, 1]])
     points = np.array([[10.0, 20], [40, 50]])
-    found = verification.measure_distances(
+    distances = verification.measure_distances(
         [np.eye(3), moved], points, np.add(points, [[27, 0], [0, 5]])
     )
-    np.testing.assert_allclose(found, [3, 5])
+    np.testing.assert_allclose(distances, [3, 5])
 
 
 def test_weights_are_learned_and_reported():

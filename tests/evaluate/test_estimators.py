@@ -112,5 +112,5 @@ def test_a_few_confident_matches_do_not_decide_alone():
 
 def test_the_most_confident_of_few_matches_are_at_least_four():
     for count in range(4, 12):
-        chosen = estimators.select_most_confident("ratio_test", np.linspace(0.3, 0.9, count))
-        assert chosen.sum() == max(4, math.ceil(0.4 * count)) and chosen[-4:].all()
+        is_selected = estimators.select_most_confident("ratio_test", np.linspace(0.3, 0.9, count))
+        assert is_selected.sum() == max(4, math.ceil(0.4 * count)) and is_selected[-4:].all()

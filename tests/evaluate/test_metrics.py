@@ -20,8 +20,8 @@ ROUNDED = 1e-6  # six decimals
 
 
 def test_auc_of_cases_made_by_hand():
-    found = metrics.compute_pair_aucs([0.0, 1.0, 4.0, 9.0, INF, float("nan")], 4)
-    assert found.tolist() == [1.0, 0.75, 0.0, 0.0, 0.0, 0.0]
+    aucs = metrics.compute_pair_aucs([0.0, 1.0, 4.0, 9.0, INF, float("nan")], 4)
+    assert aucs.tolist() == [1.0, 0.75, 0.0, 0.0, 0.0, 0.0]
 
 
 def mean(values, scenes=None):
@@ -65,10 +65,10 @@ def test_a_table_has_the_intervals_of_its_columns():
         for n in range(5)
     ]
     values = metrics.compute_pair_values(metrics.make_table(rows), {})
-    found = metrics.summarize(values, metrics.resample_scenes(values, {})).loc[
+    summary = metrics.summarize(values, metrics.resample_scenes(values, {})).loc[
         (OURS, "recall", "", False)
     ]
-    assert found.to_dict() == pytest.approx(mean(recalls, scenes).to_dict(), abs=ROUNDED)
+    assert summary.to_dict() == pytest.approx(mean(recalls, scenes).to_dict(), abs=ROUNDED)
 
 
 def means_of(rows, scored=()):

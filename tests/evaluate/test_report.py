@@ -242,14 +242,14 @@ def test_robustness_is_drawn_at_every_level():
     frames = [rows.assign(condition="blur (px)", level=level) for level in (10.0, 0.0, 2.0)]
     names = ["condition", "level", *results.metrics.index.names]
     results = results._replace(robustness=pd.concat(frames).set_index(names))
-    found = report.draw_robustness_charts(
+    charts = report.draw_robustness_charts(
         results, report.assign_colours(["superglue", "ratio_test"])
     )
-    assert [caption for _, caption in found] == [
+    assert [caption for _, caption in charts] == [
         "recall; at least 12 pairs at each level",
         "AUC@5 RANSAC; at least 12 pairs at each level",
     ]
-    svg = svg_of(found[0][0])
+    svg = svg_of(charts[0][0])
     assert svg.index(">2<") < svg.index(">10<")  # levels by value, not as words
 
 

@@ -29,9 +29,9 @@ def settings(make_params):
     return scoring.ScoringSettings(make_params("evaluate"))
 
 
-def score(known, answer, settings):
+def score(labeled_pair, answer, settings):
     """The values of one matcher: of errors by estimator, of others by metric."""
-    rows, _ = scoring.score_pair(known, {OURS: answer}, {}, settings)
+    rows, _ = scoring.score_pair(labeled_pair, {OURS: answer}, {}, settings)
     return {estimator or metric: value for _, _, _, estimator, _, metric, value in rows}
 
 
@@ -46,9 +46,9 @@ def exact():
 
 
 def test_perfect_matches_give_perfect_metrics(exact, settings):
-    known, partner = exact
-    np.testing.assert_array_equal(scoring.index_true_matches(known.pair, TURN), partner)
-    found = score(known, Matches.from_dense(partner, np.ones(20)), settings)
+    labeled_pair, partner = exact
+    np.testing.assert_array_equal(scoring.index_true_matches(labeled_pair.pair, TURN), partner)
+    found = score(labeled_pair, Matches.from_dense(partner, np.ones(20)), settings)
     assert [found[name] for name in ("matches", "correct", "true_matches", "found")] == [20] * 4
     assert found["precision"] == found["recall"] == 1.0
     assert found["ransac"] < 0.01 and found["dlt"] < 0.01
@@ -58,8 +58,8 @@ def test_a_match_near_its_partner_is_correct_and_not_found(settings):
     """Precision asks for less than 3 px, strictly; recall asks for the true partner itself."""
     points0 = np.array([[10.0, 10], [60, 10], [110, 10], [160, 10]])
     points1 = np.concatenate([points0, [[62.5, 10], [113.0, 10]]])
-    known = pair_of(points0, points1, np.eye(3))
-    found = score(known, Matches.from_dense(np.array([0, 4, 5, -1]), np.ones(4)), settings)
+    labeled_pair = pair_of(points0, points1, np.eye(3))
+    found = score(labeled_pair, Matches.from_dense(np.array([0, 4, 5, -1]), np.ones(4)), settings)
     assert found["precision"] == pytest.approx(2 / 3) and found["recall"] == 1 / 4
 
 
@@ -90,16 +90,16 @@ def test_a_match_of_two_cameras_is_right_up_to_a_distance_from_its_epipolar_line
     T[0, 3] = 1.0
     points0 = np.array([[60.0, 100], [80, 100], [100, 100]])
     points1 = points0 - [[30, 0], [30, -15.80], [30, -15.82]]
-    known = pair_of(points0, points1, CameraPair(K, K, T))
-    assert scoring.find_correct_matches(known, matches_of(3)).tolist() == [True, True, False]
+    labeled_pair = pair_of(points0, points1, CameraPair(K, K, T))
+    assert scoring.find_correct_matches(labeled_pair, matches_of(3)).tolist() == [True, True, False]
 
 
 def test_only_matches_above_a_matchers_threshold_count_and_all_are_kept_for_the_curves(settings):
     points = np.array([[10.0, 10], [60, 10], [110, 10], [160, 10]])
-    known = pair_of(points, [*points, [300, 200]], np.eye(3))
+    labeled_pair = pair_of(points, [*points, [300, 200]], np.eye(3))
     scores = np.array([0.1, 0.2, 0.3, 0.9])
     answer = Matches(np.array([[0, 0], [1, 1], [2, 2], [3, 4]]), scores)
-    rows, scored = scoring.score_pair(known, {OURS: answer}, {OURS: 0.2}, settings)
+    rows, scored = scoring.score_pair(labeled_pair, {OURS: answer}, {OURS: 0.2}, settings)
     values = {metric: value for *_, metric, value in rows}
     assert [values[name] for name in ("matches", "correct", "found")] == [2, 1, 1]
     assert values["precision"] == 1 / 2 and values["recall"] == 1 / 4
@@ -110,9 +110,9 @@ def test_only_matches_above_a_matchers_threshold_count_and_all_are_kept_for_the_
 
 def test_pairs_without_keypoints_have_rows(settings):
     for count0, count1 in ((0, 0), (1, 0), (0, 1)):
-        known = pair_of(np.ones((count0, 2)), np.ones((count1, 2)), SHIFT)
-        for answer in matchers.match_baselines(known.pair).values():
-            found = score(known, answer, settings)
+        labeled_pair = pair_of(np.ones((count0, 2)), np.ones((count1, 2)), SHIFT)
+        for answer in matchers.match_baselines(labeled_pair.pair).values():
+            found = score(labeled_pair, answer, settings)
             assert math.isinf(found["ransac"]) and found["precision"] == 0.0
             assert math.isnan(found["recall"])
 
@@ -129,18 +129,18 @@ def test_reprojection_error_is_the_larger_of_both_directions():
 
 @pytest.mark.parametrize("name", estimators.ESTIMATORS)
 def test_every_estimator_finds_an_exact_homography(exact, settings, name):
-    known, partner = exact
+    labeled_pair, partner = exact
     settings = settings._replace(estimators=(name,))
     every = Matches.from_dense(partner, np.ones(20))
-    assert score(known, every, settings)[name] < 0.05
-    assert math.isinf(score(known, every.only(np.arange(3)), settings)[name])
+    assert score(labeled_pair, every, settings)[name] < 0.05
+    assert math.isinf(score(labeled_pair, every.only(np.arange(3)), settings)[name])
 
 
 @pytest.mark.parametrize("matcher", [OURS, *matchers.BASELINES])
 @pytest.mark.parametrize("estimator", ["dlt", "confident"])
 def test_least_squares_uses_the_confidences_of_every_matcher(exact, settings, estimator, matcher):
     """One wrong match with a low confidence: with equal weights it would decide."""
-    known, partner = exact
+    labeled_pair, partner = exact
     wrong = partner.copy()
     wrong[[0, 1]] = partner[[1, 0]]
     errors = []
@@ -148,6 +148,6 @@ def test_least_squares_uses_the_confidences_of_every_matcher(exact, settings, es
         scores = np.full(20, 0.95)
         scores[:2] = doubtful
         given = Matches.from_dense(wrong, scores)
-        found = scoring.compute_errors(known, matcher, given, settings)
+        found = scoring.compute_errors(labeled_pair, matcher, given, settings)
         errors.append({name: error for name, _, error in found}[estimator])
     assert errors[0] < 0.1 and errors[1] > 5
