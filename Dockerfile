@@ -46,7 +46,7 @@ RUN useradd --uid 1000 --create-home --shell /bin/bash matcher \
 COPY LICENSE ./
 COPY pretrained pretrained
 COPY superglue_sift superglue_sift
-ARG VERSION=0.2.0
+ARG VERSION=0.1.0
 ARG VCS_REF=unknown
 LABEL org.opencontainers.image.title="superglue-match" \
       org.opencontainers.image.description="Match photographs with SuperGlue on SIFT keypoints, on the CPU" \
@@ -94,7 +94,7 @@ RUN useradd --uid 1000 --create-home --shell /bin/bash pipeline \
     && mkdir -p /workspace \
     && chmod 0777 /home/pipeline /workspace
 COPY . .
-ARG VERSION=0.2.0
+ARG VERSION=0.1.0
 ARG VCS_REF=unknown
 LABEL org.opencontainers.image.title="superglue-sift" \
       org.opencontainers.image.description="SuperGlue on SIFT keypoints: DVC, torchrun, MLflow; CUDA 13" \
@@ -157,7 +157,7 @@ RUN useradd --uid 1000 --create-home --shell /bin/bash pipeline \
     && mkdir -p /workspace \
     && chmod 0777 /home/pipeline /workspace
 COPY . .
-ARG VERSION=0.2.0
+ARG VERSION=0.1.0
 ARG VCS_REF=unknown
 LABEL org.opencontainers.image.title="superglue-sift" \
       org.opencontainers.image.description="SuperGlue on SIFT keypoints: DVC, torchrun, MLflow; CUDA 11.1" \

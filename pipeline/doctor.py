@@ -48,7 +48,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         check_workspace,
         check_permissions,
         check_commit,
-        check_variables,
         check_gpus,
         check_shared_memory,
         check_disk,
@@ -155,14 +154,6 @@ def check_commit() -> Iterator[Finding]:
         fix = f"type `git config --global --add safe.directory {shlex.quote(str(root))}`"
     reason = reason.partition("\n")[0]
     yield WARN, "git", f"results will not name the commit ({reason}): {fix}"
-
-
-def check_variables() -> Iterator[Finding]:
-    """Check that no variable is set that the training would refuse hours later."""
-    try:
-        params.check_former_options()
-    except errors.RequestError as error:
-        yield FAIL, "variables", str(error)
 
 
 def check_gpus() -> Iterator[Finding]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import os
 import re
 import reprlib
 from pathlib import Path
@@ -28,8 +27,6 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Side = Annotated[int, Field(ge=64, le=8192, multiple_of=8)]
 KeypointCount = Annotated[int, Field(ge=1, le=16384)]
-
-FORMER_OPTIONS = "TRAIN_OPTIONS"  # Variable with options of the training, before version 0.2
 
 
 class Section(BaseModel):
@@ -311,20 +308,6 @@ def is_portable(words: Sequence[str]) -> bool:
         path = parser.parse_known_args(words)[0].params
         return path.is_file() and load(path).train.precision == "portable"
     return False
-
-
-def check_former_options() -> None:
-    """Check that the variable TRAIN_OPTIONS, which the section `run` has replaced, is not set.
-
-    Raises:
-        RequestError: If the variable has options.
-    """
-    text = os.environ.get(FORMER_OPTIONS, "").strip()
-    if text:
-        raise RequestError(
-            f"environment {FORMER_OPTIONS}={text!r}: is not read any more; unset it, and set keys"
-            " of the section `run` in params.yaml, such as `accumulate: 2` for --accumulate 2"
-        )
 
 
 def require_prepared(sections: Params) -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
     from superglue_sift.network.weights import load_model
 
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 
 environment.prepare_opencv()  # before any module imports OpenCV
 

@@ -8,7 +8,6 @@ import importlib
 import math
 import numbers
 import sys
-import warnings
 from typing import Any, Callable, List, NoReturn, Optional
 
 Main = Callable[[Optional[List[str]]], int]
@@ -112,13 +111,3 @@ def import_extra(package: str, extra: str) -> Any:
     except ImportError:
         fix = f"pip install 'superglue-sift[{extra}]'"
         raise RequestError(f"{package} is needed for this, and is not installed: {fix}") from None
-
-
-def warn_deprecated(name: str, replacement: str) -> None:
-    """Warn that a public name of version 0.1.0 is deprecated.
-
-    Args:
-        name: the name that the program used.
-        replacement: what to use instead.
-    """
-    warnings.warn(f"{name}: use {replacement}", DeprecationWarning, stacklevel=3)

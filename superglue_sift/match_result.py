@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Dict, Optional, Tuple
 
 import numpy as np
 
 from superglue_sift.drawing import Panel, Picture, draw_panels, write_legend
-from superglue_sift.errors import RequestError, warn_deprecated
+from superglue_sift.errors import RequestError
 from superglue_sift.features.features import Features, Image, load_photo
 from superglue_sift.features.images import STORED, UPRIGHT, Photo
 from superglue_sift.features.sift import positions
@@ -29,11 +29,6 @@ REFINED = ("aligned0", "aligned1", "deviations", "correlations")
 # A match is an inlier of a homography or a fundamental matrix up to this distance, in pixels of an
 # image reduced to `two_view.REFERENCE_PX`.
 FIT_PX = 3.0
-# A result of version 0.1.0 was a tuple of these attributes.
-FIELDS = (
-    "keypoints0", "keypoints1", "matches", "scores", "size0", "size1", *REFINED, "pair_score",
-    "threshold", "frame", "turned", "images",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -139,32 +134,13 @@ class MatchResult:
         return self.keypoints1[self.matches[:, 1]] if self.aligned1 is None else self.aligned1
 
     @classmethod
-    def of(
-        cls,
-        features0: Features,
-        features1: Features,
-        matches: Union[Matches, np.ndarray],
-        scores: Optional[np.ndarray] = None,
-    ) -> MatchResult:
+    def of(cls, features0: Features, features1: Features, matches: Matches) -> MatchResult:
         """Build a result from the matches of two images' features.
 
         Args:
             features0, features1: features of both images.
-            matches: the matches of their keypoints. Version 0.1.0 took (K, 2) indices, or (M,) as
-                `dense` returns them. Both are deprecated.
-            scores: the scores of such indices, of the same length. It is deprecated, since
-                `Matches` have scores.
-
-        Raises:
-            TypeError: If `matches` are `Matches`, and `scores` are given as well.
+            matches: the matches of their keypoints.
         """
-        if not isinstance(matches, Matches):
-            warn_deprecated("MatchResult.of with indices and scores", "Matches(indices, scores)")
-            indices = np.asarray(matches)
-            make_matches = Matches.from_dense if indices.ndim == 1 else Matches
-            matches = make_matches(indices, np.asarray(scores))
-        elif scores is not None:
-            raise TypeError("MatchResult.of: Matches have their scores; leave out `scores`")
         return cls(
             features0.keypoints,
             features1.keypoints,
@@ -235,29 +211,6 @@ class MatchResult:
             points1 = self.keypoints1[index1] + (points1 - positions(records1)) * factor
             quality[0] = quality[0] * factor
         return replace(self, **dict(zip(REFINED, (points0, points1, *quality))))
-
-    def align(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
-        """Call `refine`. This name is deprecated."""
-        warn_deprecated("MatchResult.align", "refine")
-        return self.refine(features0, features1, device)
-
-    def _replace(self, **changes: Any) -> MatchResult:
-        """Return a copy with other attributes. This name is deprecated."""
-        warn_deprecated("MatchResult._replace", "dataclasses.replace")
-        if "matches" in changes or "scores" in changes:
-            matches = changes.pop("matches", self.matches)
-            changes["scored_matches"] = Matches(matches, changes.pop("scores", self.scores))
-        return replace(self, **changes)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the attributes in FIELDS. Unpacking a result is deprecated."""
-        warn_deprecated("a MatchResult is not a tuple any more", "its attributes")
-        return iter([getattr(self, name) for name in FIELDS])
-
-    def __getitem__(self, index: Union[int, slice]) -> Any:
-        """Return attributes by their position in FIELDS. Indexing a result is deprecated."""
-        warn_deprecated("a MatchResult is not a tuple any more", "its attributes")
-        return tuple(getattr(self, name) for name in FIELDS)[index]
 
     @property
     def accepted(self) -> bool:

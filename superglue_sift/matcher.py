@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from superglue_sift import __version__, environment
-from superglue_sift.errors import RequestError, check_range, warn_deprecated
+from superglue_sift.errors import RequestError, check_range
 from superglue_sift.features import nearest
 from superglue_sift.features.extractors import SIFT, Extractor, descriptor_kind, load_extractor
 from superglue_sift.features.features import Features, Image, extract_features, load_mask, to_gray
@@ -307,11 +307,6 @@ class Matcher:
         )
         return features._replace(frame=self.frame)
 
-    def extract_gray(self, gray: np.ndarray) -> Features:
-        """Call `extract`. This name is deprecated."""
-        warn_deprecated("Matcher.extract_gray", "extract")
-        return self.extract(gray)
-
     def extract_all(self, images: Iterable[ImageOrFeatures]) -> List[Features]:
         """Extract features of several images, two at a time. Features are returned unchanged."""
 
@@ -424,13 +419,6 @@ class Matcher:
         for batch in split_batches(results, 2 * self.workers):
             yield from self._map_in_threads(refine, batch)
 
-    def align_batch(
-        self, found: Iterable[Tuple[MatchResult, Features, Features]]
-    ) -> Iterator[MatchResult]:
-        """Call `refine_batch`. This name is deprecated."""
-        warn_deprecated("Matcher.align_batch", "refine_batch")
-        return self.refine_batch(found)
-
     def _map_in_threads(
         self, function: Callable[[Any], Any], items: Sequence[Any]
     ) -> Iterator[Any]:
@@ -448,11 +436,6 @@ class Matcher:
             torch.set_num_threads(1)
             self.workers = environment.count_usable_cores()
             self._turn = threading.BoundedSemaphore(self.workers)
-
-    def side_by_side(self) -> None:
-        """Call `use_one_core_per_pair`. This name is deprecated."""
-        warn_deprecated("Matcher.side_by_side", "use_one_core_per_pair")
-        self.use_one_core_per_pair()
 
     def _match_batch(
         self, batch: Sequence[Tuple[Features, Features]], refine: Optional[bool]

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from superglue_sift import errors
-from superglue_sift.errors import RequestError, check_range, import_extra, warn_deprecated
+from superglue_sift.errors import RequestError, check_range, import_extra
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import MIN_SCALE, TYPICAL_SCORE, positions
 from superglue_sift.files import FileName, check_writable, write_atomic
@@ -234,12 +234,6 @@ def make_inputs(features0: Features, features1: Features) -> Dict[str, np.ndarra
         columns = [records[name] for name in ("descriptor", "score", "scale", "angle")]
         arrays += [positions(records), *columns, np.array(size)]
     return {name: array.astype(np.float32)[None] for name, array in zip(INPUTS, arrays)}
-
-
-def inputs_of(features0: Features, features1: Features) -> Dict[str, np.ndarray]:
-    """Call `make_inputs`. This is its name of version 0.1.0."""
-    warn_deprecated("onnx.inputs_of", "make_inputs")
-    return make_inputs(features0, features1)
 
 
 def export(

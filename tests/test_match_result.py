@@ -154,38 +154,6 @@ def test_a_result_stays_consistent():
     assert len(few.aligned0) == len(few.deviations) == len(few.correlations) == len(few.matches)
 
 
-def test_names_of_version_0_1_work_and_warn(untrained, photo):
-    """Each name gives what its replacement gives."""
-    one, other = untrained.extract(photo), untrained.extract(photo[:, 40:])
-    result = untrained.match(one, other, refine=False)
-    with pytest.warns(DeprecationWarning, match="its attributes"):
-        keypoints0, _, matches, scores, size0, *_ = result
-    assert keypoints0 is result.keypoints0 and size0 == result.size0
-    np.testing.assert_array_equal(matches, result.matches)
-    with pytest.warns(DeprecationWarning, match="its attributes"):
-        np.testing.assert_array_equal(result[3], scores)
-    with pytest.warns(DeprecationWarning, match="dataclasses.replace"):
-        few = result._replace(matches=matches[:5], scores=scores[:5], pair_score=0.5)
-    assert len(few.matches) == 5 and few.pair_score == 0.5
-    for arrays in ((matches, scores), result.dense()):
-        with pytest.warns(DeprecationWarning, match="Matches"):
-            again = MatchResult.of(one, other, *arrays)
-        np.testing.assert_array_equal(again.matches, matches)
-        np.testing.assert_array_equal(again.scores, scores)
-    with pytest.warns(DeprecationWarning, match="refine"):
-        refined = result.align(one, other)
-    np.testing.assert_array_equal(refined.points1, result.refine(one, other).points1)
-    with pytest.warns(DeprecationWarning, match="refine_batch"):
-        (refined_again,) = untrained.align_batch([(result, one, other)])
-    np.testing.assert_array_equal(refined_again.points1, refined.points1)
-    with pytest.warns(DeprecationWarning, match=".model and .inliers"):
-        assert result.homography()[0] is result.homography().model
-    with pytest.warns(DeprecationWarning, match="extract"):
-        np.testing.assert_array_equal(untrained.extract_gray(photo).records, one.records)
-    with pytest.warns(DeprecationWarning, match="move"):
-        np.testing.assert_array_equal(one.moved(one.keypoints).records, one.records)
-
-
 def test_a_photograph_and_a_view_of_a_rotated_camera_show_no_parallax(untrained, photo):
     pytest.importorskip("poselib")
     height, width = photo.shape

@@ -115,14 +115,6 @@ def test_the_graph_matches_as_the_network(tmp_path, changes):
     assert_same_outputs(by_module(onnx.OnnxSuperGlue(model, 0.1)), by_network(model), IN_TORCH)
 
 
-def test_inputs_have_the_name_of_version_0_1_0(photo):
-    sides = two_views(photo, 50, 320)
-    with pytest.warns(DeprecationWarning, match="make_inputs"):
-        arrays = onnx.inputs_of(*sides)
-    for name, array in onnx.make_inputs(*sides).items():
-        np.testing.assert_array_equal(arrays[name], array)
-
-
 @pytest.mark.slow
 def test_the_file_matches_as_torch_does(tmp_path):
     """A network of one layer, since the translation of all layers takes minutes."""

@@ -55,7 +55,6 @@ def parse_request(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, pa
     only = "print metrics of the best model (or train.init_from); no training"
     add("--validate-only", action="store_true", help=only)
     args = parser.parse_args(argv)
-    params.check_former_options()
     tracking.read_sampling_interval()
     sections = params.load(args.params)
     # Option --validate-only without initial weights validates the best model.

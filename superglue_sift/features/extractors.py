@@ -23,7 +23,7 @@ from typing import Any, Callable, Mapping, Optional, Tuple
 import cv2
 import numpy as np
 
-from superglue_sift.errors import RequestError, warn_deprecated
+from superglue_sift.errors import RequestError
 from superglue_sift.features import sift
 from superglue_sift.files import compute_file_sha256
 
@@ -189,9 +189,3 @@ def make_records(name: str, values: Mapping[str, Any]) -> np.ndarray:
     if (records["score"] < 0).any() or ("scales" in values and (records["scale"] <= 0).any()):
         raise make_error("scores must be 0 or more, and scales above 0")
     return records
-
-
-def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
-    """Call `make_records`. This is its name of version 0.1.0."""
-    warn_deprecated("extractors.records_of", "make_records")
-    return make_records(name, values)

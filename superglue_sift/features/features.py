@@ -15,7 +15,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from superglue_sift.errors import RequestError, warn_deprecated
+from superglue_sift.errors import RequestError
 from superglue_sift.features import sift
 from superglue_sift.features.extractors import descriptor_kind, make_records
 from superglue_sift.features.images import (
@@ -100,11 +100,6 @@ class Features(NamedTuple):
             factor = max(1.0, min(factor, float(scales.min()) / sift.MIN_SCALE))
         return self.resize(two_view.reduced_size(self.size, factor))
 
-    def as_found(self, resize: int) -> Features:
-        """Call `as_detected`. This name is deprecated."""
-        warn_deprecated("Features.as_found", "as_detected")
-        return self.as_detected(resize)
-
     def resize(self, size: Tuple[int, int]) -> Features:
         """Return the keypoints in pixels of the image resized to `size` (width, height) px."""
         if tuple(size) == tuple(self.size):
@@ -125,11 +120,6 @@ class Features(NamedTuple):
         records = self.records.copy()
         records["x"], records["y"] = keypoints.T
         return self._replace(records=records)
-
-    def moved(self, keypoints: np.ndarray) -> Features:
-        """Call `move`. This name is deprecated."""
-        warn_deprecated("Features.moved", "move")
-        return self.move(keypoints)
 
     @classmethod
     def of(

@@ -19,8 +19,6 @@ from typing import Any, Iterator, Optional, Tuple
 import cv2
 import numpy as np
 
-from superglue_sift.errors import warn_deprecated
-
 Size = Tuple[int, int]  # (width, height) of an image in px
 
 TINY = np.finfo(np.float64).tiny
@@ -231,11 +229,6 @@ class Fit:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.inliers))
-
-    def __getitem__(self, index: int) -> Any:
-        """Return the model (0) or the inliers (1). Indexing a fit is deprecated."""
-        warn_deprecated("a Fit is not a tuple any more", ".model and .inliers")
-        return (self.model, self.inliers)[index]
 
     @property
     def supported(self) -> bool:

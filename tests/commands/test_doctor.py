@@ -78,15 +78,6 @@ def test_what_dvc_refuses_is_said_before_with_what_works(tmp_path, monkeypatch, 
     assert not list(doctor.check_workspace())
 
 
-def test_options_of_a_former_version_are_a_failure_unless_they_are_blank(monkeypatch):
-    for text in ("", " "):
-        monkeypatch.setenv("TRAIN_OPTIONS", text)
-        assert not [*doctor.check_variables()]
-    monkeypatch.setenv("TRAIN_OPTIONS", "--accumulate 2")
-    ((level, _, text),) = doctor.check_variables()
-    assert level == FAIL and "TRAIN_OPTIONS='--accumulate 2': is not read any more" in text
-
-
 def test_a_user_without_an_account_is_told_what_dvc_needs(monkeypatch):
     def unknown(number):
         raise KeyError(f"getpwuid(): uid not found: {number}")

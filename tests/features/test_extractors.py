@@ -87,12 +87,6 @@ def test_a_wrong_answer_is_refused_by_the_extractors_name(changes):
         extractors.make_records("x:y", found(**changes))
 
 
-def test_records_are_also_made_by_the_name_of_version_0_1_0():
-    with pytest.warns(DeprecationWarning, match="make_records"):
-        records = extractors.records_of("x:y", found())
-    assert records.tobytes() == extractors.make_records("x:y", found()).tobytes()
-
-
 @pytest.mark.parametrize(
     "name", ["nowhere_at_all:f", "features.test_extractors:none_of_these", "math:sqrt"]
 )

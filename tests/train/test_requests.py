@@ -57,10 +57,6 @@ def unprepared(folder, patch):
     patch.delenv(environment.PREPARED, raising=False)
 
 
-def with_former_options(folder, patch):
-    patch.setenv("TRAIN_OPTIONS", "--accumulate 2")
-
-
 def with_a_word_as_interval(folder, patch):
     patch.setenv(SAMPLING_INTERVAL, "often")
 
@@ -76,7 +72,6 @@ def with_a_word_as_interval(folder, patch):
         (damage, {}, "--verify", "shard-00000.safetensors: missing or damaged"),
         (unprepared, {"precision": "portable"}, "", "train.precision = 'portable': torch was load"),
         (with_a_word_as_interval, {}, "", f"{SAMPLING_INTERVAL}='often': must be seconds above 0"),
-        (with_former_options, {}, "", "TRAIN_OPTIONS='--accumulate 2': is not read any more"),
     ],
 )
 def test_it_is_one_line(tmp_path, request_of, monkeypatch, capsys, prepare, keys, options, said):
