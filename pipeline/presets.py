@@ -180,9 +180,11 @@ def main(argv: Optional[List[str]] = None) -> int:
         rewrite_fetch_content(args.params)
         return 0
     if args.val_images and not args.images:
-        raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name those too")
+        use.error("--val-images needs --images")
+    if not (args.name or args.images):
+        use.error("the name of a preset or --images is required")
     # A file of the same preset keeps its edited keys.
-    name = args.name or ("folder" if args.images else DEFAULT)
+    name = args.name or "folder"
     text = ""
     if args.params.exists() and params.read_preset_name(args.params) == name:
         params.load(args.params)  # It reports wrong edits of the user

@@ -53,7 +53,7 @@ def test_shared_memory_names_the_exact_flag(monkeypatch, gpus, free, level):
 
 
 def test_quick_prints_one_line_and_exits_2(root, tmp_path, monkeypatch, capsys):
-    (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
+    (tmp_path / "params.yaml").write_text((root / "presets/sample.yaml").read_text())
     (tmp_path / ".git").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB))
@@ -131,7 +131,7 @@ def test_a_clone_of_another_user_is_a_warning_with_what_git_needs(
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
     clone = tmp_path / "a clone"
     clone.mkdir()
-    (clone / "params.yaml").write_text((root / "params.yaml").read_text())
+    (clone / "params.yaml").write_text((root / "presets/sample.yaml").read_text())
     monkeypatch.chdir(clone)
     git("init", "-q")
     git("add", ".")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def tree():
-    return read_yaml(ROOT / "params.yaml")
+    return read_yaml(ROOT / "presets/sample.yaml")
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,6 @@ def use(target):
     return lambda *words: errors.run(presets.main, [str(word) for word in (*command, *words)])
 
 
-def test_committed_params_are_the_sample_preset():
-    assert (ROOT / "params.yaml").read_text() == (ROOT / "presets/sample.yaml").read_text()
-
-
 @pytest.mark.parametrize("name", OFFERED)
 def test_every_preset_is_written_whole_and_explained(name, target, use, image_folder):
     """The keys are those of pipeline/params.py, in the order and with the comments of `sample`."""
@@ -102,7 +98,7 @@ def test_a_changed_folder_changes_the_content(target, use, image_folder):
     assert after.content != before.content
     assert after == before.model_copy(update={"content": after.content})
     assert target.read_text().startswith("# Preset folder: ")
-    shutil.copy(ROOT / "params.yaml", target)
+    shutil.copy(ROOT / "presets/sample.yaml", target)
     assert not presets.rewrite_fetch_content(target)  # no folder
 
 
@@ -127,7 +123,8 @@ def test_a_file_that_holds_the_preset_keeps_its_edits(target, use, tmp_path, ima
         (["--images", "empty"], "empty: holds no images (.jpg, "),
         (["--images", "part.zip"], "part.zip: not a whole zip archive"),
         (["--images", "one"], "one: 1 different image(s), and none for val"),
-        (["--val-images", "images"], "goes with IMAGES"),
+        ([], "the name of a preset or --images"),
+        (["sample", "--val-images", "images"], "--val-images needs --images"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_changes_nothing(
@@ -138,7 +135,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
         (tmp_path / name).mkdir()
     shutil.copy(image_folder / "coffee.png", tmp_path / "one/coffee.png")
     (tmp_path / "part.zip").write_bytes(b"PK")
-    shutil.copy(ROOT / "params.yaml", target)
+    shutil.copy(ROOT / "presets/sample.yaml", target)
     before = read_files(tmp_path)
     assert use(*arguments) == 2
     assert said in read_error(capsys)

@@ -197,7 +197,7 @@ def test_a_stage_ends_with_the_dvc_that_started_it(stage, tmp_path):
     words = STAGES[stage]["cmd"].split()
     assert words[:3] == ["exec", "python", "-m"]
     module = " ".join(word for word in words[3:5] if word.startswith("pipeline."))
-    shell = f"exec {sys.executable} -m {module} --params params.yaml"
+    shell = f"exec {shlex.quote(sys.executable)} -m {module} --params params.yaml"
     dvc = f"import subprocess, time; print(subprocess.Popen({shell!r}, shell=True).pid, flush=True)"
     environment = {**os.environ, "DVC_STAGE": stage, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", f"{dvc}; time.sleep(1000)"]

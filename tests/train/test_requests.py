@@ -14,13 +14,13 @@ from superglue_sift import environment
 @pytest.mark.parametrize(
     ("keys", "options", "said"),
     [
-        ({"init_from": "none.safetensors"}, "", "train.init_from: none.safetensors: no such file"),
-        ({}, f"--out {__file__}", "test_requests.py: cannot be written"),
-        ({}, f"--reports {__file__}", "test_requests.py: cannot be written"),
-        ({"lr": 0.002, "dim": 32}, "--continue run", "trained with train.dim: 16, not 32; only"),
-        ({"steps": 5}, "--continue run", "it has 6 steps; raise train.steps"),
-        ({"steps": 7, "average": 3}, "--continue run", "average = 3 needs weights"),
-        ({"steps": 7}, "--continue none", "there is no checkpoint"),
+        ({"init_from": "none.safetensors"}, [], "train.init_from: none.safetensors: no such file"),
+        ({}, ["--out", __file__], "test_requests.py: cannot be written"),
+        ({}, ["--reports", __file__], "test_requests.py: cannot be written"),
+        ({"lr": 0.002, "dim": 32}, ["--continue", "run"], "train.dim: 16, not 32"),
+        ({"steps": 5}, ["--continue", "run"], "it has 6 steps; raise train.steps"),
+        ({"steps": 7, "average": 3}, ["--continue", "run"], "average = 3 needs weights"),
+        ({"steps": 7}, ["--continue", "none"], "there is no checkpoint"),
     ],
 )
 def test_it_is_refused_before_any_process_starts(
@@ -29,10 +29,10 @@ def test_it_is_refused_before_any_process_starts(
     monkeypatch.chdir(tmp_path)
     if "run" in options:
         assert train.main(request_of("run")) == 0
-        options = options.replace("run", str(home(tmp_path / "run")))
+        options = ["--continue", str(home(tmp_path / "run"))]
     monkeypatch.setenv("NPROC_PER_NODE", "1")
     monkeypatch.setattr(launch, "run_stage", lambda *_: pytest.fail("it is trained"))
-    words = ["pipeline.train", *request_of("run", **keys), *options.split()]
+    words = ["pipeline.train", *request_of("run", **keys), *options]
     assert errors.run(launch.main, words) == 2
     assert said in read_error(capsys)
 
@@ -64,18 +64,17 @@ def with_a_word_as_interval(folder, patch):
 @pytest.mark.parametrize(
     ("prepare", "keys", "options", "said"),
     [
-        (None, {"freeze": ["encoder*nothing"]}, "", "train.freeze: 'encoder*nothing' fits no"),
-        (without_compiler, {"compile": True}, "", "run.compile = true: there is no C++ compiler"),
-        (without_angles, {}, "", "train.neighbours = True"),
-        (without_angles, {"neighbours": False, "rotation_deg": 90.0}, "", "train.rotation_deg"),
-        (None, {}, f"--out {__file__}", "test_requests.py: cannot be written"),
-        (damage, {}, "--verify", "shard-00000.safetensors: missing or damaged"),
-        (unprepared, {"precision": "portable"}, "", "train.precision = 'portable': torch was load"),
-        (with_a_word_as_interval, {}, "", f"{SAMPLING_INTERVAL}='often': must be seconds above 0"),
+        (None, {"freeze": ["encoder*nothing"]}, [], "train.freeze: 'encoder*nothing' fits no"),
+        (without_compiler, {"compile": True}, [], "run.compile = true: there is no C++ compiler"),
+        (without_angles, {}, [], "train.neighbours = True"),
+        (without_angles, {"neighbours": False, "rotation_deg": 90.0}, [], "train.rotation_deg"),
+        (damage, {}, ["--verify"], "shard-00000.safetensors: missing or damaged"),
+        (unprepared, {"precision": "portable"}, [], "train.precision = 'portable': torch was load"),
+        (with_a_word_as_interval, {}, [], f"{SAMPLING_INTERVAL}='often': must be seconds above 0"),
     ],
 )
 def test_it_is_one_line(tmp_path, request_of, monkeypatch, capsys, prepare, keys, options, said):
-    words = [*request_of("run", **keys), *options.split()]
+    words = [*request_of("run", **keys), *options]
     if prepare:
         prepare(tmp_path, monkeypatch)
     assert errors.run(train.main, words) == 2

@@ -4,6 +4,7 @@ that was killed.
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from made_trainings import request_maker
 from reading import read_files, read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-DVC = f"{sys.executable} -m dvc"
+DVC = f"{shlex.quote(sys.executable)} -m dvc"
 GIT = "git -c user.name=t -c user.email=t@t"
 KILL = "kill:rank=0,step=5,phase=forward"  # after the checkpoint of step 4
 
@@ -32,7 +33,7 @@ def test_force_checkout_and_experiments_leave_every_training_where_it_is(tmp_pat
     def run(command, code=0, **more):
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         env = {**environment, **more}
-        done = subprocess.run(command.split(), cwd=tmp_path, env=env, **streams)
+        done = subprocess.run(shlex.split(command), cwd=tmp_path, env=env, **streams)
         assert bool(done.returncode) == bool(code), done.stdout
         return done.stdout
 
@@ -53,7 +54,7 @@ def test_force_checkout_and_experiments_leave_every_training_where_it_is(tmp_pat
 
     # a clone with the stage `train` of dvc.yaml, in one process: a kill is a kill
     stage = read_yaml(ROOT / "dvc.yaml")["stages"]["train"]
-    stage.update(cmd=f"{sys.executable} -m pipeline.train", deps=["data/keypoints"])
+    stage.update(cmd=f"{shlex.quote(sys.executable)} -m pipeline.train", deps=["data/keypoints"])
     (tmp_path / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))  # JSON is YAML
     ignored = "/data /checkpoints /reports/*/curves *.log *.jsonl mlflow.db"
     (tmp_path / ".gitignore").write_text("\n".join(ignored.split()))
