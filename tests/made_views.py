@@ -58,8 +58,8 @@ def made_store(folder, images=5, points=40, seed=0):
     made = [
         made_image(rng, f"{i:03d}", VIEWS, (points + 7 * i) if i != 1 else 0) for i in range(images)
     ]
-    rows = [store.write_shard(folder / store.name_shard(0), made)]
-    (folder / store.INDEX).write_text(json.dumps(store.make_index(rows, VIEWS)))
+    row = {**store.write_shard(folder / store.name_shard(0), made), "photographs": [""] * images}
+    (folder / store.INDEX).write_text(json.dumps(store.make_index([row], VIEWS)))
     return folder
 
 

@@ -11,8 +11,8 @@ consecutive images:
     view_sizes   int32   (images, views, 2)   width, height of the view
 
 One view is one contiguous slice of the file, so random access reads a few pages and decodes
-nothing. store.json lists the format version, the fields of a record, the images, and the SHA-256 of
-every shard, since DVC does not notice a damaged cache object.
+nothing. store.json lists the format version, the fields of a record, the images, their photographs,
+and the SHA-256 of every shard, since DVC does not notice a damaged cache object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import struct
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
 
@@ -135,7 +134,8 @@ def make_index(
     """Return the content of store.json, which names the extractor unless that is SIFT.
 
     Args:
-        shards: the row of each shard (`write_shard`).
+        shards: the row of each shard (`write_shard`), and the identifiers of the photographs of its
+            images under the key photographs.
         views: number of views of each image.
         extractor: what found the keypoints.
     """
@@ -149,15 +149,15 @@ def make_index(
         "record": [
             [name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()
         ],
-        "digest": _hash_names_and_shards(shards),
+        "digest": _hash_rows(shards),
         "shards": list(shards),
     }
 
 
-def _hash_names_and_shards(shards: Sequence[Row]) -> str:
-    """Return the SHA-256 over the names of the images and the SHA-256 of the shards."""
-    lines = [TITLE, *(f"{shard['sha256']} {name}" for shard in shards for name in shard["images"])]
-    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+def _hash_rows(shards: Sequence[Row]) -> str:
+    """Return the SHA-256 over the images, their photographs and the SHA-256 of the shards."""
+    rows = [[shard["sha256"], shard["images"], shard["photographs"]] for shard in shards]
+    return hashlib.sha256(json.dumps([TITLE, rows]).encode()).hexdigest()
 
 
 class KeypointStore:
@@ -167,7 +167,7 @@ class KeypointStore:
         images: names of the images.
         photographs: identifier of the photograph of each image (`ImageSet.identify_photograph`).
         views_per_image: number of views of each image.
-        digest: SHA-256 over the names of the images and the SHA-256 of the shards.
+        digest: SHA-256 over the images, their photographs and the SHA-256 of the shards.
         counts: (images, views) int64, numbers of keypoints.
         sizes: (images, 2) int32, width and height of each image.
         extractor: name of the extractor.
@@ -186,6 +186,7 @@ class KeypointStore:
         Raises:
             RequestError: If the store is missing, damaged, of another version of this program, or
                 of another program. The error names the file.
+            OSError: If a shard cannot be read.
         """
         self.path = Path(path)
         content = read_index(self.path)
@@ -205,11 +206,7 @@ class KeypointStore:
             )
         shards = [shard for shard in content["shards"] if shard["images"]]
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
-        self.photographs: List[str] = [
-            name
-            for shard in shards
-            for name in shard.get("photographs", [""] * len(shard["images"]))
-        ]
+        self.photographs: List[str] = [name for shard in shards for name in shard["photographs"]]
         mapped = [map_shard(self.path / shard["file"]) for shard in shards]
         # Each image has the tensors of its shard and its row there.
         self._rows = [(tensors, row) for tensors in mapped for row in range(len(tensors["sizes"]))]
@@ -279,7 +276,7 @@ def read_index(folder: Path) -> Dict[str, Any]:
     title = "of another program"
     with contextlib.suppress(KeyError, TypeError):
         title = f"{content['format']} {content['version']}"
-        if title == TITLE and _hash_names_and_shards(content["shards"]) == content["digest"]:
+        if title == TITLE and _hash_rows(content["shards"]) == content["digest"]:
             return content
     raise RequestError(
         f"{path}: damaged, or {title}, this program reads {TITLE}; run `dvc repro -f keypoints`"
@@ -287,29 +284,26 @@ def read_index(folder: Path) -> Dict[str, Any]:
 
 
 def map_shard(path: Path) -> Dict[str, np.ndarray]:
-    """Map the tensors of a safetensors file as read-only arrays.
+    """Map the tensors of a safetensors file, without a copy, unlike the library.
 
-    The safetensors library would copy them.
+    A disk that cannot map files into memory, such as some network folders, is read as a whole.
 
     Raises:
-        RequestError: If the file cannot be read.
+        OSError: If the file cannot be read.
     """
     try:
-        with path.open("rb") as stream:
-            # The file begins with the length of its header, which says where each tensor lies.
-            length = struct.unpack("<Q", stream.read(8))[0]
-            header = json.loads(stream.read(length))
-        data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)[8 + length :]
-        header.pop("__metadata__", None)
-        return {
-            name: (
-                data[slice(*entry["data_offsets"])]
-                .view(_DTYPES[entry["dtype"]])
-                .reshape(entry["shape"])
-            )
-            for name, entry in header.items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise RequestError(
-            f"{path}: not a readable shard ({error}); run `dvc repro -f keypoints`"
-        ) from None
+        data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    except OSError:
+        data = np.fromfile(path, np.uint8)
+    # The file begins with the length of its header, which says where each tensor lies.
+    begin = 8 + int(data[:8].view("<u8")[0])
+    header = json.loads(data[8:begin].tobytes())
+    header.pop("__metadata__")
+    return {
+        name: (
+            data[begin:][slice(*entry["data_offsets"])]
+            .view(_DTYPES[entry["dtype"]])
+            .reshape(entry["shape"])
+        )
+        for name, entry in header.items()
+    }

@@ -8,6 +8,7 @@ from made_evaluations import PARAMS, read_csv
 from made_evaluations import run as run_evaluation
 from made_scenes import write_image_set, write_model
 from made_trainings import request_maker
+from made_views import VIEWS
 from reading import read_json
 
 from pipeline import distributed, errors, export, provenance
@@ -173,10 +174,10 @@ def training(tmp_path, make_params, mlflow_store):
     request_of = request_maker(tmp_path, make_params)
     folder = tmp_path / "keypoints"
     for split, first in (("train", 0), ("val", 100)):
-        content = store.read_index(folder / split)
-        for shard in content["shards"]:
-            shard["photographs"] = [str(first + number) for number in range(len(shard["images"]))]
-        (folder / split / store.INDEX).write_text(json.dumps(content))
+        rows = store.read_index(folder / split)["shards"]
+        for row in rows:
+            row["photographs"] = [str(first + number) for number in range(len(row["images"]))]
+        (folder / split / store.INDEX).write_text(json.dumps(store.make_index(rows, VIEWS)))
 
     def make(init_from, *more, **keys):
         one_step = {"steps": 1, "val_every": 1, "val_pairs": 6, "batch": 2, **keys}
