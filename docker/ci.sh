@@ -66,7 +66,7 @@ END
     chown -R 4321:4321 "$place"
     say "match: a pair, a folder"
     RUN_USER=4321:4321 docker/build-in-chroot.sh match run "$place" a.jpg b.jpg --out m.png --json m.json &&
-        RUN_USER=4321:4321 docker/build-in-chroot.sh match run "$place" . --out-dir found --colmap database.db || code=$?
+        RUN_USER=4321:4321 docker/build-in-chroot.sh match run "$place" folder . --out-dir found --colmap database.db || code=$?
     [ "$code" != 0 ] || [ "$(stat -c %u "$place"/{m.png,m.json,database.db,found/a_b_matches.npz} | sort -u)" = 4321 ] || code=1
     rm -rf "$place"
     size=$(docker/build-in-chroot.sh match size)

@@ -50,7 +50,7 @@ colmap=()
 if "$python" -c 'import pycolmap' 2>/dev/null; then
     colmap=(--colmap database.db)
 fi
-superglue-match photos --out-dir found ${colmap[@]+"${colmap[@]}"}
+superglue-match folder photos --out-dir found ${colmap[@]+"${colmap[@]}"}
 [ -s found/pairs.csv ] && ! grep -F '\' found/pairs.csv
 [ -s found/a_b_matches.npz ]
 [ ${#colmap[@]} -eq 0 ] || [ -s database.db ]

@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise RequestError with the message of argparse."""
-        raise RequestError(f"{message}; see --help")
+        raise RequestError(f"{message}; see {self.prog} --help")
 
 
 def make_parser(module: str, about: Optional[str]) -> Parser:

@@ -6,10 +6,10 @@
 Photographs are first reduced to 1,024 px. Every database is mapped by pycolmap. The ways to build a
 database are:
 
-- `superglue`: the command `superglue-match --colmap`
+- `superglue`: the command `superglue-match folder --colmap`
 - `colmap`: COLMAP's SIFT and its exhaustive matcher
 - `held`: the same as `colmap`, limited to 1,024 features
-- `stored`: COLMAP's SIFT, matched by `superglue-match --colmap` into that database
+- `stored`: COLMAP's SIFT, matched by `superglue-match database`
 
 The columns are:
 
@@ -152,10 +152,11 @@ def build_database(database: Path, photos: Path, way: str) -> None:
         photos: folder of the photographs.
         way: how, a key of FEATURES.
     """
-    command = [sys.executable, "-m", "superglue_sift", "--colmap", str(database)]
+    command = [sys.executable, "-m", "superglue_sift"]
     if way == "superglue":
-        options = [str(photos), "--out-dir", str(database.with_suffix(""))]
-        subprocess.run(command + options, check=True, stdout=subprocess.DEVNULL)
+        command += ["folder", str(photos), "--colmap", str(database)]
+        command += ["--out-dir", str(database.with_suffix(""))]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return
     import pycolmap
 
@@ -164,6 +165,7 @@ def build_database(database: Path, photos: Path, way: str) -> None:
     cpu = pycolmap.Device.cpu
     pycolmap.extract_features(database, photos, extraction_options=features, device=cpu)
     if way == "stored":
+        command += ["database", str(database)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     else:
         pycolmap.match_exhaustive(database, device=cpu)

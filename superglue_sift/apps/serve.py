@@ -1,6 +1,6 @@
 """Serve a local page for the browser: drop two images, see their matches, move the threshold.
 
-    superglue-match --serve          then http://127.0.0.1:8010
+    superglue-match serve          then http://127.0.0.1:8010
 
 The server listens on 127.0.0.1 only, and refuses other host names and requests from pages of other
 sites. The page loads nothing from elsewhere. Uploads are limited to 32 MB, and their names are not

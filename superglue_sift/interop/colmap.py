@@ -8,7 +8,7 @@ cameras and their positions by GPS. COLMAP's coordinates start at the corner of 
 upright are rotated back.
 
 `DatabaseFeatures` reads the features that a database already holds, and writes matches of them
-(`superglue-match --colmap DATABASE`). Nothing is extracted again, and no photograph is read.
+(`superglue-match database DATABASE`). Nothing is extracted again, and no photograph is read.
 """
 
 from __future__ import annotations

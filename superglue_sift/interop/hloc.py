@@ -16,7 +16,7 @@ another `output`. `write_features` and `write_matches` replace earlier groups.
 
 hloc reads pixels as they are stored, as COLMAP does. For photographs with EXIF data, use
 `Matcher.load(frame="stored")`. With `"scene": True` in the model's settings, pairs are matched as
-by `superglue-match --colmap`.
+by `superglue-match folder --colmap`.
 """
 
 from __future__ import annotations

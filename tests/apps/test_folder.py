@@ -36,8 +36,9 @@ def work(tmp_path, photo, color_photo, monkeypatch):
 
 
 def run(words):
-    extra = ["--model", "model.safetensors", "--device", "cpu", "--max-keypoints", "300"]
-    return errors.run_main(cli.main, [*extra, *words.split()])
+    words = cli.add_command(words.split())
+    defaults = ["--model", "model.safetensors", "--device", "cpu", "--max-keypoints", "300"]
+    return errors.run_main(cli.main, [*words[:1], *defaults, *words[1:]])
 
 
 def npz_names(name):
@@ -73,12 +74,12 @@ def test_bad_images_are_listed_by_their_paths_as_given(work, capsys):
     Path("photos/nested").mkdir()
     Path("photos/nested/torn.jpg").write_bytes(b"")
     Path("pairs.txt").write_text("cup0.png nested/torn.jpg\ncup0.png gone.png\n")
-    asked = ("photos", "photos/cup0.png photos/nested/torn.jpg", "--pairs pairs.txt --root photos")
+    asked = ("photos", "photos/cup0.png photos/nested/torn.jpg", "list pairs.txt --root photos")
     found = []
     for number, words in enumerate(asked):
         assert run(f"{words} --out-dir {number}") == 1
         found.append(Path(str(number), "bad_images.csv").read_text().splitlines())
-    assert "images cannot be read, the others are matched" in capsys.readouterr().err
+    assert "images cannot be read" in capsys.readouterr().err
     assert len(npz_names("0")) == 6
     assert found[0] == found[1] == ["image,reason", "photos/nested/torn.jpg,empty file"]
     assert found[2][2] == "photos/gone.png,cannot be read: No such file or directory"
@@ -178,7 +179,7 @@ def test_results_that_do_not_fit_are_made_again_with_all_their_files(work, caplo
 def test_an_accepted_pair_is_judged_again_by_another_limit(work):
     words = "photos/cup0.png photos/cup1.png --out-dir found --scene --network-keypoints 300"
     for limit, accepted in (("0", "1"), ("1", "0")):
-        assert run(f"{words} --likely 0 --accept {limit}") == 0
+        assert run(f"{words} --min-matches 0 --accept {limit}") == 0
         assert Path("found/pairs.csv").read_text().splitlines()[1].split(",")[4] == accepted
     # A table of a scene does not stay beside results that are of none.
     assert run(words.replace(" --scene", "")) == 0

@@ -1,4 +1,4 @@
-"""The page of `superglue-match --serve` in a real browser: steps, zoom, threshold, errors."""
+"""The page of `superglue-match serve` in a real browser: steps, zoom, threshold, errors."""
 
 import shutil
 import threading

@@ -1,4 +1,4 @@
-"""The page of `superglue-match --serve`: its answers, and who may ask."""
+"""The page of `superglue-match serve`: its answers, and who may ask."""
 
 import base64
 import dataclasses

@@ -91,7 +91,8 @@ STAGES = [
     ),
     Stage(
         cli.main,
-        f"photos --out-dir found --model {BEST} --device cpu --max-keypoints 64 --resize 160",
+        f"folder photos --out-dir found --model {BEST} --device cpu --max-keypoints 64"
+        " --resize 160",
         "photos checkpoints",
         "found/*_matches.npz",
         "found/*_matches.npz",

@@ -41,7 +41,7 @@ def test_keypoints_of_a_database_are_where_the_pixels_agree(photo, tmp_path, mon
         moved = cv2.warpPerspective(photo, H, photo.shape[::-1], flags=cv2.INTER_CUBIC)
         cv2.imwrite(str(tmp_path / "photos" / name), moved)
     monkeypatch.chdir(tmp_path)
-    words = "photos --out-dir found --no-scene --max-keypoints 300 --device cpu --colmap"
+    words = "folder photos --out-dir found --no-scene --max-keypoints 300 --device cpu --colmap"
     errors_px = []
     for more in ("exact.db", "sift.db --no-refine"):
         assert errors.run_main(cli.main, f"{words} {more}".split()) == 0

@@ -333,7 +333,7 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
     for name in NAMES:
         (tmp_path / "photos" / name).symlink_to(strecha[0] / name)
     found = tmp_path / "found"
-    words = [str(tmp_path / "photos"), "--out-dir", str(found)]
+    words = ["folder", str(tmp_path / "photos"), "--out-dir", str(found)]
     words += ["--max-keypoints", "2000", "--resize", "768", "--device", "cpu"]
     tables, databases = [], []
     for name in ("first.db", "resumed.db"):

@@ -30,8 +30,7 @@ def opened(path="x.db"):
 
 
 def run(words):
-    """Match the database, or only look at it."""
-    return cli.main(["--colmap", "x.db", "--device", "cpu", *words.split()])
+    return cli.main([*words.split(), "--device", "cpu"])
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +87,9 @@ def test_only_pairs_without_matches_are_added(database, capsys):
     with opened() as content:
         a, b, c = (content.read_image_with_name(name).image_id for name in NAMES)
         content.write_matches(a, c, before)
-    assert run("--dry-run") == 0
+    assert run("database x.db --dry-run") == 0
     assert "3 images with features, 3 pairs, 2 of them without" in capsys.readouterr().out
-    assert run("--no-scene") == 0
+    assert run("database x.db --no-scene") == 0
     with opened() as content:
         assert np.array_equal(content.read_matches(a, c), before)
         matches = content.read_matches(a, b)
@@ -102,7 +101,7 @@ def test_only_pairs_without_matches_are_added(database, capsys):
     right = np.linalg.norm(two_view.transform(points0, TURN) - points1, axis=1) < 3
     assert len(matches) > 100 and right.mean() > 0.9
     assert len(verified) > 0.8 * len(matches)
-    assert run("--no-scene") == 0
+    assert run("database x.db --no-scene") == 0
     assert "nothing is written" in capsys.readouterr().out
 
 
@@ -110,23 +109,23 @@ def test_a_pair_is_written_whole_or_not_at_all(database, monkeypatch):
     with monkeypatch.context() as stopped:
         stopped.setattr(pycolmap, "estimate_two_view_geometry", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            run("--no-scene")
+            run("database x.db --no-scene")
     with opened() as content:
         assert content.num_matched_image_pairs() == 0
-    assert run("--no-scene") == 0
+    assert run("database x.db --no-scene") == 0
     with opened() as content:
         assert content.num_verified_image_pairs() == content.num_matched_image_pairs() == 3
 
 
 def test_a_rejected_pair_is_not_tried_again(database, capsys):
     for said in ("3 pairs matched, 0 of them with matches", "0 of them without matches"):
-        assert run("--accept 1") == 0
+        assert run("database x.db --accept 1") == 0
         assert said in capsys.readouterr().out
 
 
 def test_images_without_features_are_named_and_left_out(database, capsys):
     database("DELETE FROM descriptors WHERE image_id = 2")
-    assert run("--dry-run") == 0
+    assert run("database x.db --dry-run") == 0
     said = capsys.readouterr()
     assert "2 images with features, 1 pairs" in said.out
     assert said.err.count("left out: ") == 1
@@ -155,7 +154,7 @@ def test_a_database_that_cannot_be_matched_is_one_line(database, capsys, change,
             database(change)
         else:
             change(Path("x.db"))
-        assert errors.run_main(lambda _: run(f"--no-scene {words}")) == 2
+        assert errors.run_main(lambda _: run(f"database x.db --no-scene {words}")) == 2
     assert said in read_error(capsys)
 
 
@@ -197,7 +196,7 @@ def read_new(path="x.db"):
         return sorted(map(sorted, cameras.values())), priors
 
 
-SMALL = "--out-dir found --no-scene --max-keypoints 200"
+SMALL = "--colmap x.db --out-dir found --no-scene --max-keypoints 200"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ SMALL = "--out-dir found --no-scene --max-keypoints 200"
 )
 def test_cameras_and_positions_are_those_of_colmaps_importer(save, words, cameras):
     save(exif=exif_of_a_drone())
-    assert run(f"photos {SMALL} {words}") == 0
+    assert run(f"folder photos {SMALL} {words}") == 0
     assert read_new() == (cameras, [[47.0, 8.0, 123.0]] * 3)
     with opened() as content:
         assert content.num_rigs() == len(cameras) and content.num_frames() == 3
@@ -223,7 +222,7 @@ def test_cameras_and_positions_are_those_of_colmaps_importer(save, words, camera
 def test_without_exif_each_photograph_has_a_camera_and_a_pair_in_both_orders_is_one(save):
     save()
     Path("pairs.txt").write_text("0.jpg more/2.jpg\nmore/2.jpg 0.jpg\n0.jpg 1.jpg\n")
-    assert run(f"--pairs pairs.txt --root photos {SMALL}") == 0
+    assert run(f"list pairs.txt --root photos {SMALL}") == 0
     assert read_new() == ([["0.jpg"], ["1.jpg"], ["more/2.jpg"]], [])
     with opened() as content:
         assert content.num_matched_image_pairs() == 2 and content.num_matches() > 100
@@ -232,5 +231,5 @@ def test_without_exif_each_photograph_has_a_camera_and_a_pair_in_both_orders_is_
 def test_photographs_that_colmap_cannot_read_are_refused_before_any_work(save):
     save(".webp")
     with pytest.raises(RequestError, match=r"0\.webp and 2 more: COLMAP cannot read the file"):
-        run(f"photos {SMALL}")
+        run(f"folder photos {SMALL}")
     assert not list(Path("found").glob("*.npz"))

@@ -40,7 +40,7 @@ OWN = re.compile(r"make |superglue-match |(\w+=\S* )*(\.venv/bin/)?python -m ")
 # Commands of this project that run for real, each in a folder with photographs
 RUN = re.compile(r"superglue-match |python -m superglue_sift\.onnx ")
 # ... but for these, which need what no folder of a test has
-NOT_RUN = ("models/superglue.safetensors", "--serve", "kaze")
+NOT_RUN = ("models/superglue.safetensors", "superglue-match serve", "kaze")
 
 
 def blocks_of(document):
