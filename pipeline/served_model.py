@@ -32,7 +32,7 @@ WEIGHTS = "weights"  # Name of the artifact that has the weights
 MAX_KEYPOINTS = 4096  # Largest number of keypoints of an image, in any request
 MAX_PIXELS = 50_000_000  # Largest number of pixels of an image that is given as pixels
 IMAGES = ("image0", "image1")  # The columns of a request
-REFINED_FIELDS = ("aligned0", "aligned1", "deviations", "correlations")
+REFINED_FIELDS = ("refined0", "refined1", "deviations", "correlations")
 # The keys of the result of a request, which are attributes of MatchResult
 RESULT_FIELDS = ("keypoints0", "keypoints1", "matches", "scores", *REFINED_FIELDS)
 
@@ -113,7 +113,7 @@ class BaseMatcherModel:
 
         Returns:
             A dict of lists for each row: keypoints0 and keypoints1 (N, 2) px, matches (K, 2) and
-            scores (K,). It also has aligned0 and aligned1 (K, 2) px, deviations (K,) px and
+            scores (K,). It also has refined0 and refined1 (K, 2) px, deviations (K,) px and
             correlations (K,), with None where a position was not refined. With refine=False, these
             four are None.
 

@@ -25,7 +25,7 @@ from superglue_sift.matches import Matches
 
 FIT_NAMES = {"homography": "plane", "fundamental": "camera motion"}  # Names of `fits` in pictures
 # Attributes that are None unless the positions of the matches were refined
-REFINED = ("aligned0", "aligned1", "deviations", "correlations")
+REFINED = ("refined0", "refined1", "deviations", "correlations")
 # A match is an inlier of a homography or a fundamental matrix up to this distance, in pixels of an
 # image reduced to `two_view.REFERENCE_PX`.
 FIT_PX = 3.0
@@ -35,14 +35,14 @@ FIT_PX = 3.0
 class MatchResult:
     """Matches of two images, in the order of image 0's keypoints.
 
-    The attributes `aligned0`, `aligned1`, `deviations` and `correlations` describe refined
+    The attributes `refined0`, `refined1`, `deviations` and `correlations` describe refined
     positions (`refinement.refine`). They are None if the result was not refined.
 
     Attributes:
         keypoints0, keypoints1: (M, 2) and (N, 2) float32 px of the files, in `frame`.
         scored_matches: the K matches, see `matches` and `scores`.
         size0, size1: (width, height) of the files in px.
-        aligned0, aligned1: (K, 2) float32 px, refined positions of each match. Where refinement
+        refined0, refined1: (K, 2) float32 px, refined positions of each match. Where refinement
             failed, they are SIFT's.
         deviations: (K,) float32, standard deviation in px of image 1 along each axis. It is NaN
             where refinement failed.
@@ -80,8 +80,8 @@ class MatchResult:
     scored_matches: Matches
     size0: Size
     size1: Size
-    aligned0: Optional[np.ndarray] = None
-    aligned1: Optional[np.ndarray] = None
+    refined0: Optional[np.ndarray] = None
+    refined1: Optional[np.ndarray] = None
     deviations: Optional[np.ndarray] = None
     correlations: Optional[np.ndarray] = None
     pair_score: Optional[float] = None
@@ -123,7 +123,7 @@ class MatchResult:
 
         They are refined if they can be.
         """
-        return self.keypoints0[self.matches[:, 0]] if self.aligned0 is None else self.aligned0
+        return self.keypoints0[self.matches[:, 0]] if self.refined0 is None else self.refined0
 
     @property
     def points1(self) -> np.ndarray:
@@ -131,7 +131,7 @@ class MatchResult:
 
         They are refined if they can be.
         """
-        return self.keypoints1[self.matches[:, 1]] if self.aligned1 is None else self.aligned1
+        return self.keypoints1[self.matches[:, 1]] if self.refined1 is None else self.refined1
 
     @classmethod
     def of(cls, features0: Features, features1: Features, matches: Matches) -> MatchResult:

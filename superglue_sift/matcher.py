@@ -90,7 +90,7 @@ class Matcher:
         threshold: minimum probability of a match of the network.
         extractor: the extractor of keypoints. None if it may not be run.
         refine: whether to refine positions by the pixels, if there are any
-            (`MatchResult.aligned1`). None becomes True without `rules`, and False with them: a
+            (`MatchResult.refined1`). None becomes True without `rules`, and False with them: a
             scene has many matches, and takes the positions on which all pairs agree
             (`tracks.refine_tracks`).
         rules: rules for images of one scene, of which not every two overlap. Each pair is first
@@ -149,7 +149,7 @@ class Matcher:
         scene: bool = False,
         frame: str = UPRIGHT,
         accept: Optional[float] = None,
-        likely: Optional[int] = None,
+        min_matches: Optional[int] = None,
     ) -> Matcher:
         """Load a model file.
 
@@ -167,7 +167,7 @@ class Matcher:
             refine: see the class. If None, positions are refined without `scene` only.
             scene: whether the images show one scene.
             frame: "upright" or "stored", see the class.
-            accept, likely: settings of `verification.Rules`, with `scene` only.
+            accept, min_matches: settings of `verification.Rules`, with `scene` only.
 
         Raises:
             RequestError: If the file cannot be loaded, or a setting is wrong.
@@ -178,7 +178,7 @@ class Matcher:
         """
         # Check the settings before the model is loaded.
         _check_choice("precision", precision, PRECISIONS)
-        rules = _make_rules(scene, **_drop_none(accept=accept, likely=likely))
+        rules = _make_rules(scene, **_drop_none(accept=accept, min_matches=min_matches))
         device = choose_device(device)
         model, info = load_model(path or find_shipped_weights(), device)
         network = _prepare_network(model, precision, compile)
@@ -537,7 +537,7 @@ class Matcher:
         likely_pairs = {}
         for number, ((features0, features1), preview) in enumerate(zip(batch, previews)):
             count, (unmarked0, unmarked1) = preview
-            if count >= rules.likely:
+            if count >= rules.min_matches:
                 likely_pairs[number] = features0.select(unmarked0), features1.select(unmarked1)
         # Match and verify the likely pairs. The others have no matches.
         verified: List[Tuple[Matches, Optional[float]]]

@@ -147,11 +147,11 @@ def test_a_result_stays_consistent():
     scores = np.linspace(0, 0.98, len(records[0])).astype(np.float32)
     indices = np.stack([np.arange(len(records[0]))] * 2, 1)
     found = MatchResult.of(*sides, Matches(indices, scores))
-    assert found.aligned1 is None and found.refine(sides[0], sides[1]._replace(gray=None)) is found
+    assert found.refined1 is None and found.refine(sides[0], sides[1]._replace(gray=None)) is found
     aligned = found.refine(*sides)
     few = aligned.above(0.5)
-    np.testing.assert_array_equal(few.points1, aligned.aligned1[scores > 0.5])
-    assert len(few.aligned0) == len(few.deviations) == len(few.correlations) == len(few.matches)
+    np.testing.assert_array_equal(few.points1, aligned.refined1[scores > 0.5])
+    assert len(few.refined0) == len(few.deviations) == len(few.correlations) == len(few.matches)
 
 
 def test_a_photograph_and_a_view_of_a_rotated_camera_show_no_parallax(untrained, photo):

@@ -295,7 +295,7 @@ def test_the_digest_is_that_of_everything_that_decides_matches(model, tmp_path):
     }
     changed = [Matcher.load(model, "cpu", **{name: value}) for name, value in settings.items()]
     changed += [Matcher.load(model, "cpu", scene=True, accept=0.5), Matcher.load(device="cpu")]
-    changed += [Matcher.load(model, "cpu", scene=True, likely=5)]
+    changed += [Matcher.load(model, "cpu", scene=True, min_matches=5)]
     digests = {digest, *(matcher.digest() for matcher in changed)}
     assert len(digests) == 1 + len(changed)
 

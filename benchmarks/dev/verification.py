@@ -250,7 +250,7 @@ def measure_pair(matcher: Matcher, labelled_pair: LabelledPair) -> Tuple[Any, ..
     place, kind, pair, measure_errors = labelled_pair
     no_geometry = place, kind, False, 0.0, 0.0
     classical_matches, indices = verification.preview_pair(pair, matcher.resize)
-    if classical_matches < verification.LIKELY:
+    if classical_matches < verification.MIN_MATCHES:
         return no_geometry
     features0, features1 = (features.select(rows) for features, rows in zip(pair, indices))
     batch = matcher.match_network([(features0, features1)])

@@ -64,7 +64,7 @@ SMALLEST_VALUES = {"robustness": 0, "short_side": 0}
 # Arguments of `Matcher.load` that this command also has as options
 MATCHER_OPTIONS = (
     "max_keypoints", "network_keypoints", "threshold", "resize", "precision", "scene", "accept",
-    "likely",
+    "min_matches",
 )  # fmt: skip
 
 
@@ -106,7 +106,8 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     scene_help = "photographs of one place: accept or reject each pair"
     add_setting("--scene", action="store_true", help=scene_help)
     add_setting("--accept", type=float, help="with --scene: smallest probability of one place")
-    add_setting("--likely", type=int, help="with --scene: fewest classical matches; 0 skips none")
+    min_matches_help = "with --scene: minimum of classical matches; 0 skips none"
+    add_setting("--min-matches", type=int, help=min_matches_help)
     # Options that change how the metrics are computed
     refine_help = "skip the metrics of refined matches, to save time"
     add_setting("--no-refine", dest="refine", action="store_false", help=refine_help)

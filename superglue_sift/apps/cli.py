@@ -36,7 +36,7 @@ COMMANDS = ("pair", "folder", "list", "database", "serve")
 # Options that are arguments of `Matcher.load`. Each command has some of them.
 SETTINGS = (
     "device", "max_keypoints", "network_keypoints", "resize", "threshold", "extractor", "refine",
-    "scene", "frame", "accept", "likely",
+    "scene", "frame", "accept", "min_matches",
 )  # fmt: skip
 
 
@@ -358,9 +358,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--accept", metavar="P", type=float, help=accept_help)
     min_matches_help = (
         "with --scene: skip pairs with fewer matches of the ratio test (default"
-        f" {verification.LIKELY})"
+        f" {verification.MIN_MATCHES})"
     )
-    group.add_argument("--min-matches", dest="likely", metavar="N", type=int, help=min_matches_help)
+    group.add_argument("--min-matches", metavar="N", type=int, help=min_matches_help)
     extractor_help = "run this extractor, which a model that is not of SIFT names"
     group.add_argument("--extractor", metavar="MODULE:FUNCTION", help=extractor_help)
     device_help = "auto (default: a GPU if there is one), cpu, cuda or cuda:N"

@@ -229,7 +229,7 @@ def make_npz(result: MatchResult, **about: str) -> bytes:
     match_confidence: (M,) float32.
     frame, turned: () and (2,), see `MatchResult`.
 
-    Refined matches also have aligned0, aligned1 (M, 2) px, deviations (M,) px and correlations
+    Refined matches also have refined0, refined1 (M, 2) px, deviations (M,) px and correlations
     (M,), float32, which are NaN without a match. Pairs of a scene also have pair_score ().
 
     Args:
@@ -248,7 +248,7 @@ def make_npz(result: MatchResult, **about: str) -> bytes:
     }
     if result.pair_score is not None:
         arrays["pair_score"] = result.pair_score
-    for name in REFINED if result.aligned1 is not None else ():
+    for name in REFINED if result.refined1 is not None else ():
         refined = getattr(result, name)
         # (K, ...) of the matches -> (M, ...) of the keypoints of image 0
         arrays[name] = np.full((len(matches), *refined.shape[1:]), np.nan, np.float32)
@@ -269,7 +269,7 @@ def make_json(result: MatchResult, **about: str) -> bytes:
     frame, turned0, turned1, pair_score, accepted: see `MatchResult`.
     inliers, supported, H_0to1, F_0to1: from `MatchResult.fits`. A model that is not supported fits
         no better than a model of wrong matches.
-    aligned0, aligned1, deviations, correlations: in the order of the matches. An entry is null
+    refined0, refined1, deviations, correlations: in the order of the matches. An entry is null
         where refinement failed. All are null if the matches were not refined.
 
     Args:

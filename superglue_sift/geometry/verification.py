@@ -58,7 +58,7 @@ from superglue_sift.matches import Matches
 ACCEPT = 0.9
 # The network runs if at least this many ratio matches agree on one geometry. Any eight may agree by
 # chance.
-LIKELY = 9
+MIN_MATCHES = 9
 SKIPPED = 0.0  # Score of a pair for which the network was not run; all other scores are higher
 FIRST_KEYPOINTS = 2048  # How many keypoints of an image `preview_pair` matches
 MAX_KEYPOINTS = 8192
@@ -113,7 +113,7 @@ class Rules:
 
     Attributes:
         accept: minimum probability that both photographs of an accepted pair show one place.
-        likely: pairs are skipped if fewer ratio matches of the first keypoints agree on one
+        min_matches: pairs are skipped if fewer ratio matches of the first keypoints agree on one
             geometry.
 
     Raises:
@@ -121,11 +121,11 @@ class Rules:
     """
 
     accept: float = ACCEPT
-    likely: int = LIKELY
+    min_matches: int = MIN_MATCHES
 
     def __post_init__(self) -> None:
         check_range("accept", self.accept, 0, 1)
-        check_range("likely", self.likely, 0)
+        check_range("min_matches", self.min_matches, 0)
 
 
 def preview_pair(

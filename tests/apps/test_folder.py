@@ -65,7 +65,7 @@ def test_all_pairs_of_a_folder_in_the_layout_that_others_read(work, capsys):
     np.testing.assert_array_equal(np.stack([index, found["matches"][index]], 1), expected.matches)
     np.testing.assert_array_equal(found["match_confidence"][index], expected.scores)
     # the numbers of threads decide the last bits of sums over a patch
-    np.testing.assert_allclose(found["aligned1"][index], expected.aligned1, atol=1e-3)
+    np.testing.assert_allclose(found["refined1"][index], expected.refined1, atol=1e-3)
     assert "6 pairs matched" in capsys.readouterr().out
     assert len(read_json(work / "found/cup0_cup1_matches.json")["matches"]) == len(index)
 

@@ -157,7 +157,7 @@ def test_images_of_any_size_and_any_number_of_matches(shape, count):
     image = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     points = np.random.default_rng(1).uniform(0, 1, (count, 2)) * (np.array(shape[::-1]) - 1)
     found = refine(image, image, records_at(points), records_at(points))
-    np.testing.assert_array_equal(found.aligned1, points.astype(np.float32))
+    np.testing.assert_array_equal(found.refined1, points.astype(np.float32))
     assert np.isnan(found.deviations).all() and found.correlations.shape == (count,)
 
 

@@ -25,9 +25,9 @@ def test_positions_of_a_track_do_not_depend_on_the_size_of_its_photographs():
         sides = [(unit * place).astype(np.float32) for place in places]
         size = (1600 * unit, 1200 * unit)
         result = MatchResult(*sides, Matches(matches, np.ones(80, np.float32)), size, size)
-        aligned1 = sides[0] + unit * SHIFT[:2, 2].astype(np.float32)
+        refined1 = sides[0] + unit * SHIFT[:2, 2].astype(np.float32)
         deviations = np.full(80, 0.05 * unit, np.float32)
-        result = replace(result, aligned0=sides[0], aligned1=aligned1, deviations=deviations)
+        result = replace(result, refined0=sides[0], refined1=refined1, deviations=deviations)
         found.append([side / unit for side in refine_tracks(sides, [(0, 1, result)])])
     np.testing.assert_allclose(found[0], found[1], atol=2e-3)
     assert np.abs(found[0][1] - found[0][0] - SHIFT[:2, 2]).mean() < 0.05  # 0.56 before

@@ -146,11 +146,11 @@ def test_a_server_answers_what_the_matcher_finds(ask, images):
         assert found["matches"] == np.asarray(expected.matches).tolist()
         np.testing.assert_allclose(found["keypoints1"], expected.keypoints1, atol=1e-5)
         np.testing.assert_allclose(found["scores"], expected.scores, atol=1e-5)
-        assert len(found["aligned1"]) == len(found["matches"])
+        assert len(found["refined1"]) == len(found["matches"])
     answer = ask(*map(as_text, images), threshold=0.9, max_keypoints=100, refine=False)
     (fewer,) = answer.json()["predictions"]
     assert len(fewer["keypoints0"]) <= 100 and min(fewer["scores"]) > 0.9
-    assert fewer["aligned1"] is None
+    assert fewer["refined1"] is None
 
 
 WRONG = (
