@@ -81,7 +81,7 @@ RUN case "$MODERN_BASE_IMAGE" in *@sha256:?*) ;; *) echo "note: base image $MODE
     && git config --system --add safe.directory '*'
 
 WORKDIR /opt/superglue
-COPY requirements/modern.lock requirements/
+COPY requirements/modern.lock requirements/torch.in requirements/
 COPY docker/locks docker/locks
 RUN --mount=type=cache,target=/root/.cache/pip \
     python3.11 -m venv /opt/venv \
@@ -142,7 +142,7 @@ RUN case "$BASE_IMAGE" in *@sha256:?*) ;; *) echo "note: base image $BASE_IMAGE 
     && git config --system --add safe.directory '*'
 
 WORKDIR /opt/superglue
-COPY requirements/cu111.lock requirements/
+COPY requirements/cu111.lock requirements/torch.in requirements/
 COPY docker/locks docker/locks
 # pip 20.0 of Ubuntu 20.04 is too old for today's wheels.
 RUN --mount=type=cache,target=/root/.cache/pip \

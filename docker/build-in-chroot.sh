@@ -74,7 +74,7 @@ make_standin() {
 
 build() {
     bud inspect --type image "$standin" >/dev/null 2>&1 || make_standin
-    local lock=docker/locks/torch-$stack.txt options
+    local lock=requirements/torch.in options
     # The index's torch 2 wants the CUDA packages of the full lock, unless this machine has a build for the CPU.
     [ "$stack" != modern ] || own_wheel || lock=docker/locks/torch-modern.lock
     [ "$stack" != match ] || lock=docker/locks/torch-match.lock

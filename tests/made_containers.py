@@ -43,7 +43,6 @@ def make_workspace(tmp_path, monkeypatch):
         {shlex.quote(sys.executable)} -m pipeline.launch && echo ok
     """
     write_program(tmp_path / "bin/dvc", dvc)
-    # the environment's own programs come after this `dvc` (requirements/stages.pth)
     own = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{own}:{os.environ['PATH']}")
     return folder

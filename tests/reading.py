@@ -1,7 +1,6 @@
 """What tests read: JSON, YAML, the error of a command, and all files of a folder."""
 
 import json
-import re
 
 from ruamel.yaml import YAML
 
@@ -13,12 +12,6 @@ def read_json(path):
 def read_yaml(path):
     """The tree of a YAML file."""
     return YAML(typ="safe", pure=True).load(path)
-
-
-def read_pins(path):
-    """Package -> version of a lock."""
-    lines = re.findall(r"^([a-z0-9-]+)==([^\s\\;+]+)", path.read_text().lower(), re.MULTILINE)
-    return dict(lines)
 
 
 def read_error(capture):

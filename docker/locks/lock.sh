@@ -19,4 +19,4 @@ compile dali-cu111 3.9.2 cu111
 compile dali-modern 3.11 modern
 compile torch-modern 3.11 modern
 compile mlflow 3.11 modern
-compile match 3.11 modern -c ../../requirements/modern-extras.lock
+compile match 3.11 modern -c ../../requirements/modern-dev.lock
