@@ -8,36 +8,31 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
-import errno
 import hashlib
 import io
 import json
 import math
 import os
 import stat
-import sys
 import tempfile
 import threading
-import time
 import unicodedata
 from pathlib import Path
-from typing import Any, BinaryIO, Iterable, List, Optional, Tuple, Union
+from typing import Any, Iterable, List, Optional, Tuple, Union
 
 from superglue_sift.errors import RequestError
 
 FileName = Union[str, Path]
 GIB = 1 << 30
 MIB = 1 << 20
-# Windows refuses to replace a file that another program has open, so try again.
-RENAME_TRIES = 5
 
 
 def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
     """Write a file, and create its folder.
 
     If the process is killed, the complete old or the complete new file is there. Links are followed
-    (`resolve_link`), and an earlier file keeps its mode and owner. A pipe, a device and the output
-    of this process are written into.
+    (`resolve_link`), and an earlier file keeps its mode. A path that is no regular file, such as a
+    pipe or a device, is opened and written.
 
     Args:
         path: the file.
@@ -49,19 +44,17 @@ def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
     """
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     try:
-        stream = _open_stream(path)
-        if stream is not None:
-            with stream:
-                stream.write(data)
-            return
-        _write_file(resolve_link(path), data)
+        if os.path.exists(path) and not os.path.isfile(path):
+            Path(path).write_bytes(data)
+        else:
+            _write_file(resolve_link(path), data)
     except OSError as error:
-        error.filename = error.filename or str(path)
+        error.filename = str(path)
         raise
 
 
 def _write_file(path: Path, data: bytes) -> None:
-    """Write a plain file by means of a temporary one. Raises OSError that names `path`."""
+    """Write a regular file by means of a temporary one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The name is unique for each thread, since two threads may write the same path, such as the
     # features of a photograph and of its copy.
@@ -72,10 +65,6 @@ def _write_file(path: Path, data: bytes) -> None:
             _copy_mode(temporary, path)
             file.write(data)
         replace_file(temporary, path)
-    except OSError as error:
-        if error.filename in (None, str(temporary)):
-            error.filename = str(path)
-        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -85,16 +74,9 @@ def resolve_link(path: FileName) -> Path:
 
     The file need not exist. A link to a write-protected file is not followed, since DVC makes such
     links into its cache, whose files must never change.
-
-    Raises:
-        OSError: If links point to each other in a ring.
     """
     path = Path(path)
-    if not path.is_symlink():
-        return path
-    target = Path(os.path.realpath(path))
-    if target.is_symlink():
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path
     is_protected = target.is_file() and not target.stat().st_mode & stat.S_IWUSR
     return path if is_protected else target
 
@@ -102,8 +84,8 @@ def resolve_link(path: FileName) -> Path:
 def replace_file(new: Path, path: FileName) -> None:
     """Replace a file by the complete file `new`, so that either survives a power loss.
 
-    The mode and the owner of the file are kept. Links are followed (`resolve_link`), so `new` must
-    be on the disk of the file to which the link points.
+    The mode of the file is kept. Links are followed (`resolve_link`), so `new` must be on the disk
+    of the file to which the link points.
 
     Raises:
         OSError: If the file cannot be replaced.
@@ -113,7 +95,7 @@ def replace_file(new: Path, path: FileName) -> None:
     # The content must be on the disk before the rename.
     with new.open("rb+") as file:
         os.fsync(file.fileno())
-    _rename(new, target)
+    os.replace(new, target)
     try:
         folder = os.open(target.parent, os.O_RDONLY)
     except PermissionError:
@@ -127,53 +109,13 @@ def replace_file(new: Path, path: FileName) -> None:
 
 
 def _copy_mode(new: Path, path: Path) -> None:
-    """Give `new` the mode and the owner of the file `path`, if there is one, as far as possible.
+    """Give `new` the mode of the file `path`, if there is one.
 
     The owner may write to the new file, also if `path` is a write-protected file of DVC's cache.
     """
-    # Some file systems have no modes, and only root can change the owner.
+    # Some file systems have no modes.
     with contextlib.suppress(OSError):
-        old = path.stat()
-        for owner in ((old.st_uid, -1), (-1, old.st_gid)) if hasattr(os, "chown") else ():
-            with contextlib.suppress(PermissionError):
-                os.chown(new, *owner)
-        new.chmod(stat.S_IMODE(old.st_mode) | stat.S_IWUSR)
-
-
-def _open_stream(path: FileName) -> Optional[BinaryIO]:
-    """Open a file that cannot be replaced: a pipe, a device, or the output of this process.
-
-    Returns:
-        The stream, or None for a plain file and for a missing file.
-
-    Raises:
-        OSError: If the file cannot be opened, such as a folder.
-    """
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        return None
-    # The output of this process may be a plain file. If it were replaced, later output would be
-    # lost.
-    for number in (1, 2):
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(number), status):
-                sys.stdout.flush()
-                return open(os.dup(number), "wb")
-    return None if stat.S_ISREG(status.st_mode) else open(path, "wb")
-
-
-def _rename(temporary: Path, path: Path) -> None:
-    """Rename a file, in several tries, since Windows refuses while another program reads `path`."""
-    for attempt in range(RENAME_TRIES):
-        try:
-            os.replace(temporary, path)
-        except PermissionError:
-            if attempt + 1 == RENAME_TRIES:
-                raise
-            time.sleep(0.1)
-        else:
-            return
+        new.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IWUSR)
 
 
 def name_below(path: FileName, root: FileName) -> str:
@@ -192,13 +134,6 @@ def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
         RequestError: If the file cannot be written.
     """
     try:
-        if Path(path).is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        # A pipe or a device is not replaced.
-        if Path(path).exists() and not Path(path).is_file():
-            if not os.access(path, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return
         folder = resolve_link(path).absolute().parent
         # Missing folders would be created in the first one that exists. On Windows even the drive
         # can be missing.

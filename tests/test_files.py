@@ -1,8 +1,6 @@
 """Files that are written whole or not at all, on every system."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -32,20 +30,6 @@ def test_a_file_is_written_where_folders_cannot_be_opened(tmp_path, monkeypatch)
     assert (tmp_path / "new/a.txt").read_text() == "text"
 
 
-def test_a_file_that_a_reader_has_open_is_replaced_when_it_is_closed(tmp_path, monkeypatch):
-    replace = os.replace
-    refused = iter([True, True, False])
-
-    def refuse_open_files(source, target):  # as Windows does
-        if next(refused):
-            raise PermissionError(13, "Permission denied", str(source))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", refuse_open_files)
-    files.write_atomic(tmp_path / "a.txt", "new")
-    assert (tmp_path / "a.txt").read_text() == "new"
-
-
 def test_a_link_stays_and_its_target_is_written(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk/file").write_text("old")
@@ -60,16 +44,6 @@ def test_a_link_stays_and_its_target_is_written(tmp_path):
     files.write_atomic(tmp_path / "later", "new")
     assert (tmp_path / "other/file").read_text() == "new"
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
-
-
-def test_links_in_a_ring_are_an_error_that_names_the_file(tmp_path):
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    with pytest.raises(OSError, match="symbolic links") as error:
-        files.write_atomic(tmp_path / "a", "new")
-    assert error.value.filename == str(tmp_path / "a")
-    with pytest.raises(files.RequestError, match="a: cannot be written"):
-        files.check_writable(tmp_path / "a")
 
 
 def test_a_link_to_a_write_protected_file_is_replaced(tmp_path):
@@ -102,22 +76,12 @@ def test_an_earlier_file_keeps_its_mode_and_is_never_open_to_more(tmp_path, mode
     assert path.read_text() == "new"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may write a file for another user")
-def test_an_earlier_file_keeps_its_owner(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    os.chown(path, 1234, 4321)
-    files.write_atomic(path, "new")
-    assert (path.stat().st_uid, path.stat().st_gid) == (1234, 4321)
-
-
 def test_a_pipe_is_written_into(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     contents = []
     reader = threading.Thread(target=lambda: contents.append(pipe.read_text()), daemon=True)
     reader.start()
-    files.check_writable(pipe)
     files.write_atomic(pipe, "new")
     reader.join(10)
     assert contents == ["new"] and pipe.is_fifo()
@@ -130,18 +94,3 @@ def test_a_device_is_written_into_and_its_error_names_it():
         files.write_atomic("/dev/full", "new")
     assert error.value.filename == "/dev/full"
     assert os.stat("/dev/full").st_rdev == device
-
-
-@pytest.mark.parametrize("name", ["/dev/stdout", "out"])
-def test_the_output_of_the_program_is_not_replaced_by_a_file(tmp_path, name):
-    code = (
-        "from superglue_sift.files import write_atomic\n"
-        f"print('before'); write_atomic({name!r}, 'new\\n'); print('after')"
-    )
-    paths = {"PYTHONPATH": str(Path(files.__file__).parents[1])}
-    with open(tmp_path / "out", "w") as out:
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path, stdout=out, env={**os.environ, **paths}, check=True,
-        )  # fmt: skip
-    assert (tmp_path / "out").read_text() == "before\nnew\nafter\n"

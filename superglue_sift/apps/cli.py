@@ -13,6 +13,7 @@ files that are written.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -25,7 +26,7 @@ from superglue_sift.apps import folder, pairing, results
 from superglue_sift.errors import Parser, RequestError, WorkError, import_extra
 from superglue_sift.features.features import ENLARGED_TO
 from superglue_sift.features.images import FRAMES
-from superglue_sift.features.photo_folder import find_mask
+from superglue_sift.features.photo_folder import check_masks, find_mask
 from superglue_sift.files import FileName, name_below, write_atomic
 from superglue_sift.geometry import verification
 from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, Matcher
@@ -75,7 +76,7 @@ def match_pair(args: argparse.Namespace) -> int:
     mask_files: List[Optional[Path]] = [None, None]
     if args.masks:
         root = find_common_folder(args.images)
-        folder.check_masks(args.images, args.masks, root)
+        check_masks(args.masks, root)
         mask_files = [find_mask(args.masks, name_below(path, root)) for path in args.images]
     matcher = load_matcher(args)
     started = time.perf_counter()
@@ -185,13 +186,14 @@ def match_database(args: argparse.Namespace) -> int:
         matcher.use_one_core_per_pair()
         # The database has no pixels, so positions cannot be refined.
         features = ((database(photo0), database(photo1)) for photo0, photo1 in new_pairs)
-        results_in_order = matcher.match_batch(features)
         matched_count = 0
-        # Each pair is written at once, so that a stopped command goes on after it.
-        shown = Progress(results_in_order, total=len(new_pairs), desc="matching", unit="pairs")
-        for result, pair in zip(shown, new_pairs):
-            database.write_matches(*pair, result)
-            matched_count += len(result.matches) > 0
+        # Threads that match must end before the database is closed. Each pair is written at once,
+        # so that a stopped command goes on after it.
+        with contextlib.closing(matcher.match_batch(features)) as pair_results:
+            shown = Progress(pair_results, total=len(new_pairs), desc="matching", unit="pairs")
+            for result, pair in zip(shown, new_pairs):
+                database.write_matches(*pair, result)
+                matched_count += len(result.matches) > 0
     print(f"{len(new_pairs)} pairs matched, {matched_count} of them with matches: {args.database}")
     return 0
 

@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -189,7 +189,7 @@ def choose_pairs(
     features_of: Callable[[PhotoFile], Features],
     pairing: str = AUTO,
     k: Optional[int] = None,
-) -> Union[List[PhotoPair], ExhaustivePairs]:
+) -> List[PhotoPair]:
     """Choose pairs of photographs.
 
     Args:
@@ -204,7 +204,7 @@ def choose_pairs(
     count = len(photos)
     pairing = resolve_pairing(pairing, k, count)
     if pairing == EXHAUSTIVE:
-        return ExhaustivePairs(photos)
+        return make_exhaustive_pairs(photos)
     k = k or DEFAULT_NEIGHBOURS[pairing]
     if pairing == "sequential":
         indices = [(i, j) for j in range(count) for i in range(max(0, j - k), j)]
@@ -239,25 +239,15 @@ def resolve_pairing(pairing: str, k: Optional[int], count: int) -> str:
     return "nearest" if k or count > MAX_EXHAUSTIVE else EXHAUSTIVE
 
 
-class ExhaustivePairs:
-    """All pairs of photographs, made one by one in each iteration, since they may be millions.
-
-    They come block by block, so that most pairs need no image to be read again.
-    """
-
-    def __init__(self, photos: Sequence[PhotoFile]) -> None:
-        self._photos = photos
-
-    def __len__(self) -> int:
-        return len(self._photos) * (len(self._photos) - 1) // 2
-
-    def __iter__(self) -> Iterator[PhotoPair]:
-        blocks = split_batches(self._photos, IMAGES_PER_BLOCK)
-        for block0, block1 in itertools.combinations_with_replacement(blocks, 2):
-            if block1 is block0:
-                yield from itertools.combinations(block0, 2)
-            else:
-                yield from itertools.product(block0, block1)
+def make_exhaustive_pairs(photos: Sequence[PhotoFile]) -> List[PhotoPair]:
+    """Return all pairs of photographs, in blocks, so that few images must be read again."""
+    blocks = list(split_batches(photos, IMAGES_PER_BLOCK))
+    pairs: List[PhotoPair] = []
+    for number, block in enumerate(blocks):
+        pairs.extend(itertools.combinations(block, 2))
+        for later_block in blocks[number + 1 :]:
+            pairs.extend(itertools.product(block, later_block))
+    return pairs
 
 
 def find_nearest_pairs(

@@ -2,8 +2,7 @@
 
 The `.npz` and the JSON hold `made_from`, a digest of all that the matches were made from: the
 matcher (`Matcher.digest`), and the bytes of both photographs and of their masks. So `PairFiles` can
-tell results that fit from those of other settings, of a photograph that was replaced, and from
-damaged files.
+tell results that fit from all others.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import Any, Collection, Dict, Optional, Set
+from typing import Any, Dict, Optional, Set
 
 import numpy as np
 
 from superglue_sift.apps.pairing import PICTURE_ENDING, PhotoPair
-from superglue_sift.errors import RequestError
 from superglue_sift.features.store import FeatureStore, read_npz
 from superglue_sift.files import write_atomic
 from superglue_sift.match_result import REFINED, MatchResult
@@ -32,16 +30,7 @@ JSON_ENDING = "matches.json"
 # Version of the arrays of a file. Raise it if they change, so that pairs are matched again.
 RESULTS_FORMAT = 1
 
-# Why a result does not fit
-MISSING = "missing"
-DAMAGED = "damaged"
-OTHER_PROGRAM = "of another program or an old version"
-OTHER_SETTINGS = "with another model, version or settings"
-OTHER_PHOTOS = "with a photograph or mask that changed"
-
-NAME_BYTES = 255  # maximum length of a file's name on most file systems
-DIGEST_DIGITS = 16  # of the digest in a name that was too long
-JPEG_END = b"\xff\xd9"  # marker at the end of a JPEG
+NAME_BYTES = 255  # maximum length of a file's name
 
 
 class PairFiles:
@@ -60,12 +49,10 @@ class PairFiles:
         self.folder = folder
         self._store = store
         self._settings = f"{RESULTS_FORMAT}-{store.matcher.digest()}"
-        self._max_bytes = find_max_name_bytes(folder)
 
     def get_path(self, pair: PhotoPair, ending: str) -> Path:
         """Return the path of a file of a pair."""
-        stem = make_pair_stem(pair[0].name, pair[1].name, self._max_bytes)
-        return self.folder / f"{stem}_{ending}"
+        return self.folder / f"{make_pair_stem(pair[0].name, pair[1].name)}_{ending}"
 
     def list_matches_files(self) -> Set[str]:
         """Return the names of all `*_matches.npz` in the folder."""
@@ -73,36 +60,25 @@ class PairFiles:
             return {entry.name for entry in entries if entry.name.endswith(f"_{MATCHES_ENDING}")}
         return set()
 
-    def compute_origin(self, pair: PhotoPair) -> str:
-        """Return the digest of the matcher and of both photographs with their masks."""
+    def describe(self, pair: PhotoPair) -> Dict[str, str]:
+        """Return the texts in the files of a pair: the names of its photographs, and made_from."""
         digests = (self._store.digest(photo) for photo in pair)
-        return "-".join([self._settings, *digests])
+        made_from = "-".join([self._settings, *digests])
+        return {"image0": pair[0].name, "image1": pair[1].name, "made_from": made_from}
 
-    def explain_misfit(self, pair: PhotoPair) -> Optional[str]:
-        """Return why the matches of a pair must be made again, or None if they fit."""
-        path = self.get_path(pair, MATCHES_ENDING)
-        if not path.exists():
-            return MISSING
-        arrays = read_npz(path)
-        if arrays is None:
-            return DAMAGED
-        made_from = str(arrays.get("made_from", ""))
-        if made_from == self.compute_origin(pair):
-            return None
-        if not made_from.startswith(f"{RESULTS_FORMAT}-"):
-            return OTHER_PROGRAM
-        return OTHER_PHOTOS if made_from.startswith(f"{self._settings}-") else OTHER_SETTINGS
+    def fits(self, pair: PhotoPair) -> bool:
+        """Return whether the matches of a pair are there, whole, and made from the same things."""
+        arrays = read_npz(self.get_path(pair, MATCHES_ENDING)) or {}
+        return str(arrays.get("made_from")) == self.describe(pair)["made_from"]
 
     def read(self, pair: PhotoPair) -> MatchResult:
         """Read the matches of a pair, which fit.
 
         Raises:
-            RequestError: If the file was deleted or changed in the meantime.
+            OSError: If the file was deleted in the meantime.
         """
-        path = self.get_path(pair, MATCHES_ENDING)
-        arrays = read_npz(path)
-        if arrays is None:
-            raise RequestError(f"{path}: was changed in the meantime; start again")
+        with np.load(self.get_path(pair, MATCHES_ENDING), allow_pickle=False) as file:
+            arrays = dict(file)
         matches = Matches.from_dense(arrays["matches"], arrays["match_confidence"])
         # (M, ...) of the keypoints of image 0 -> (K, ...) of the matches
         index0 = matches.indices[:, 0]
@@ -115,24 +91,16 @@ class PairFiles:
         result = MatchResult.of(self._store(pair[0]), self._store(pair[1]), matches)
         return dataclasses.replace(result, images=images, **attributes)
 
-    def write(self, pair: PhotoPair, result: MatchResult, endings: Collection[str]) -> None:
-        """Write all files of a pair that was matched.
-
-        Args:
-            pair: the pair.
-            result: its matches.
-            endings: JSON_ENDING and PICTURE_ENDING, if these files are wanted. A file of earlier
-                matches is written again in any case.
-        """
+    def write(self, pair: PhotoPair, result: MatchResult) -> None:
+        """Write the matches of a pair. A JSON or a picture of earlier matches is written again."""
         # The matches are deleted first and written last, since a pair counts as done if they are
         # there.
         path = self.get_path(pair, MATCHES_ENDING)
         path.unlink(missing_ok=True)
-        extra_endings = (JSON_ENDING, PICTURE_ENDING)
-        earlier = {ending for ending in extra_endings if self.get_path(pair, ending).exists()}
-        for ending in sorted({*endings, *earlier}):
-            self.write_extra_file(pair, result, ending)
-        write_atomic(path, make_npz(result, **self._describe_pair(pair)))
+        for ending in (JSON_ENDING, PICTURE_ENDING):
+            if self.get_path(pair, ending).exists():
+                self.write_extra_file(pair, result, ending)
+        write_atomic(path, make_npz(result, **self.describe(pair)))
 
     def write_extra_file(self, pair: PhotoPair, result: MatchResult, ending: str) -> None:
         """Write the JSON or the picture of a pair.
@@ -142,78 +110,46 @@ class PairFiles:
             result: its matches.
             ending: JSON_ENDING or PICTURE_ENDING.
         """
-        result = dataclasses.replace(result, images=(pair[0].path, pair[1].path))
+        path = self.get_path(pair, ending)
         if ending == JSON_ENDING:
-            write_atomic(
-                self.get_path(pair, JSON_ENDING), make_json(result, **self._describe_pair(pair))
-            )
+            write_atomic(path, make_json(result, **self.describe(pair)))
         else:
-            result.show().save(self.get_path(pair, PICTURE_ENDING))
-
-    def is_missing(self, pair: PhotoPair, ending: str) -> bool:
-        """Say whether the JSON or the picture of a pair is missing, damaged or of other matches."""
-        try:
-            data = self.get_path(pair, ending).read_bytes()
-            if ending == PICTURE_ENDING:
-                return not data.endswith(JPEG_END)
-            return json.loads(data)["made_from"] != self.compute_origin(pair)
-        except (OSError, ValueError, KeyError, TypeError):
-            return True
-
-    def _describe_pair(self, pair: PhotoPair) -> Dict[str, str]:
-        """Return the texts that the files of a pair hold beside the matches."""
-        names = {"image0": pair[0].name, "image1": pair[1].name}
-        return {**names, "made_from": self.compute_origin(pair)}
+            images = (pair[0].path, pair[1].path)
+            dataclasses.replace(result, images=images).show().save(path)
 
 
 # --- names
 
 
-def make_pair_stem(name0: str, name1: str, max_bytes: int = NAME_BYTES) -> str:
+def make_pair_stem(name0: str, name1: str) -> str:
     """Return A_B, with which the names of a pair's files begin.
 
-    If A_B_matches.json would be longer than `max_bytes`, A and B are cut to equal lengths, and 16
-    hexadecimal digits of the SHA-256 of A_B follow. Equal names always give equal results.
+    If A_B_matches.json would be longer than a file's name may be, A and B are cut to equal lengths,
+    and 16 hexadecimal digits of the SHA-256 of A_B follow. Equal names always give equal results.
 
     Args:
         name0: A, the name of the first photograph.
         name1: B, the name of the second photograph.
-        max_bytes: maximum length of a file's name in bytes of UTF-8.
 
     Example:
         >>> make_pair_stem("cup0", "cup1")
         'cup0_cup1'
-        >>> make_pair_stem("a" * 128, "b" * 128, max_bytes=60)
-        'aaaaaaaaaaaaaa_bbbbbbbbbbbbbb_b0ec87fffe63cd8d'
+        >>> make_pair_stem("a" * 200, "b" * 200)[-20:]
+        'bbb_c2cd523bada00634'
     """
     stem = f"{name0}_{name1}"
-    max_stem_bytes = max_bytes - len(f"_{JSON_ENDING}")
+    max_bytes = NAME_BYTES - len(f"_{JSON_ENDING}")
     data = stem.encode("utf-8", "surrogateescape")
-    if len(data) <= max_stem_bytes:
+    if len(data) <= max_bytes:
         return stem
-    digest = hashlib.sha256(data).hexdigest()[:DIGEST_DIGITS]
-    max_bytes_each = (max_stem_bytes - len(f"__{digest}")) // 2
-    return f"{_cut_name(name0, max_bytes_each)}_{_cut_name(name1, max_bytes_each)}_{digest}"
-
-
-def _cut_name(name: str, max_bytes: int) -> str:
-    """Return the beginning of a name, without a part of a character at its end."""
-    return name.encode("utf-8", "surrogateescape")[:max_bytes].decode("utf-8", "ignore")
-
-
-def find_max_name_bytes(folder: Path) -> int:
-    """Return the maximum length of a file's name in a folder, in bytes. It is at most NAME_BYTES.
-
-    On some systems encrypted folders allow only 143 bytes. The folder need not exist.
-    """
-    folder = folder.absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return min(NAME_BYTES, os.pathconf(folder, "PC_NAME_MAX"))
-    except (AttributeError, OSError, ValueError):
-        # Windows has no pathconf, and the same limit.
-        return NAME_BYTES
+    digest = hashlib.sha256(data).hexdigest()[:16]
+    max_bytes_each = (max_bytes - len(f"__{digest}")) // 2
+    # A character that would be cut in two is left out.
+    short_names = (
+        name.encode("utf-8", "surrogateescape")[:max_bytes_each].decode("utf-8", "ignore")
+        for name in (name0, name1)
+    )
+    return "_".join([*short_names, digest])
 
 
 # --- contents

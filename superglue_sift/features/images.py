@@ -162,13 +162,13 @@ def read_bytes(path: FileName) -> bytes:
     """Read the bytes of a file.
 
     Raises:
-        RequestError: If the file cannot be read.
+        BadImage: If the file cannot be read.
     """
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:  # A name with a null byte is a ValueError
         reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"{path}: cannot be read: {reason}") from None
+        raise BadImage(str(path), f"cannot be read: {reason}") from None
 
 
 def decode_photo(data: bytes, name: str, gray: bool, frame: str) -> Photo:
