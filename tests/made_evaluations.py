@@ -95,7 +95,7 @@ def make_results(errors_of_ours, errors_of_others, further=(), models=None, **ch
         pd.DataFrame(),
         metrics.compute_calibration([NOTHING]),
     )
-    model = {"file": "m.safetensors", "sha256": "0123456789", "step": 7, "initial_weights": ""}
+    model = {"file": "m.safetensors", "sha256": "0123456789", "step": 7}
     known = {name: {**model, **(models or {}).get(name, {})} for name in networks}
     given = {"protocol": {"models": known}, **changes}
     return report.Results("made <b>", "photographs", table, values, *frames, **given)

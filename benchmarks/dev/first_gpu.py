@@ -180,7 +180,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
     """List all parts in order."""
     small = device == "cpu"
     shipped = shlex.quote(str(find_shipped_weights()))
-    trained = f"--model checkpoints/best.safetensors --also shipped={shipped}"
+    trained = f"--model checkpoints/best.safetensors --also shipped_weights={shipped}"
     scores = r"^(SuperGlue|shipped|ratio)\D+\d+ +\d+\."  # matches, precision, recall
     tests = "tests/fetch" if small else "tests"
     train = "pipeline.launch pipeline.train --keypoints ../curve/data/keypoints"

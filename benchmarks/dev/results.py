@@ -478,8 +478,8 @@ def sample(bench: Bench) -> str:
     """The sample, whose metrics are in git: `make repro` writes them."""
     values = json.loads((ROOT / "reports" / "evaluate" / "metrics.json").read_text())
     names = ("precision", "recall", "recall_at_ratio_precision", "auc_ransac_5", "auc_dlt_5")
-    titles = {"shipped": "shipped weights", **MATCHERS}
-    order = ["superglue", "shipped", "ratio_test", "mutual_nn"]
+    titles = {"shipped_weights": "shipped weights", **MATCHERS}
+    order = ["superglue", "shipped_weights", "ratio_test", "mutual_nn"]
     rows = {
         titles[key]: [format_percent(values.get(f"{key}.{name}")) for name in names]
         for key in order

@@ -34,7 +34,7 @@ import cv2
 from pipeline import errors, provenance, tracking, workers
 from pipeline.errors import RequestError
 from pipeline.evaluate import estimators, evaluation, matchers, report
-from pipeline.evaluate.matchers import INITIAL, OURS, MatcherSet, Network, get_initial_digest
+from pipeline.evaluate.matchers import OURS, MatcherSet, Network
 from pipeline.evaluate.pairs import HeldOutPairs, HPatchesPairs, PairSource, PosePairs
 from pipeline.evaluate.report import Results
 from pipeline.evaluate.scoring import ScoringSettings
@@ -43,16 +43,11 @@ from pipeline.fetch.dataset import Entry
 from pipeline.params import EvaluateParams
 from superglue_sift.errors import check_range
 from superglue_sift.features import extractors
-from superglue_sift.files import check_writable, compute_file_sha256
+from superglue_sift.files import check_writable
 from superglue_sift.matcher import PRECISIONS, Matcher
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
-from superglue_sift.network.weights import (
-    BadCheckpoint,
-    choose_device,
-    find_shipped_weights,
-    load_model_file,
-)
+from superglue_sift.network.weights import choose_device, find_shipped_weights
 
 # Options that exclude each other: robustness needs held-out images, the others homographies.
 EXCLUDED_OPTIONS = (
@@ -206,30 +201,6 @@ def select_matcher_options(args: argparse.Namespace, section: EvaluateParams) ->
     return {**defaults, **{name: value for name, value in options.items() if value is not None}}
 
 
-def find_initial_weights(models: Mapping[str, Path], init_from: str) -> Dict[str, Path]:
-    """Find the weights from which the evaluated model was trained, as a further model.
-
-    Args:
-        models: the files of all compared models by name.
-        init_from: the file that the key `train.init_from` names.
-
-    Returns:
-        The name INITIAL and the file. The result is empty if these weights are compared already, if
-        the file is gone, or if the model was trained from other weights.
-    """
-    try:
-        digest = get_initial_digest(load_model_file(models[OURS])[1])
-    except (FileNotFoundError, BadCheckpoint):  # `load_networks` reports it
-        return {}
-    if not digest or not init_from or not Path(init_from).is_file():
-        return {}
-    compared_digests = [compute_file_sha256(file) for file in models.values() if file.is_file()]
-    if any(sha256.startswith(digest) for sha256 in compared_digests):
-        return {}
-    is_initial = compute_file_sha256(init_from).startswith(digest)
-    return {INITIAL: Path(init_from)} if is_initial else {}
-
-
 def load_networks(
     args: argparse.Namespace, matcher_options: Mapping[str, Any], notes: List[str]
 ) -> Dict[str, Network]:
@@ -255,8 +226,6 @@ def load_networks(
             networks[name] = network
         else:
             notes.append(f"{name} is left out: it matches keypoints of {extractor}.")
-    if networks[OURS].info.get("step") == 0:
-        notes.append("Training kept the weights it began with: no later step was better.")
     # A model file may name any function, so it is run only if the user names it, too.
     matcher = networks[OURS].matcher
     extractor = matcher.model.config.extractor
@@ -379,8 +348,6 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
     section = sections.evaluate
     # The key of the training counts like the option: a stage of DVC has fixed options.
     args.allow_training_images |= sections.run.allow_training_images
-    if INITIAL not in {*args.models, *args.functions}:
-        args.models.update(find_initial_weights(args.models, sections.train.init_from))
     notes: List[str] = []
     networks = load_networks(args, select_matcher_options(args, section), notes)
     # Choose the pairs, without photographs that a compared network was trained on.
@@ -449,7 +416,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     report.write_files(args.out, results, report.render_page(results, args.curves))
     # Where the pipeline ends, `python -m pipeline.report` prints the summary.
     in_stage = "DVC_STAGE" in os.environ
-    print(f"\n{report.make_verdict(results) if in_stage else report.make_summary(results)}")
+    headlines = "\n".join(report.make_headlines(results))
+    print(f"\n{headlines if in_stage else report.make_summary(results)}")
     print(f"\nwritten to {args.out}: {report.TEXT} has all tables", flush=True)
     send_to_mlflow(args, results, info)
     return 0

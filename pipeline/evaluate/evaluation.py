@@ -17,13 +17,7 @@ import pandas as pd
 from pipeline import provenance
 from pipeline.errors import WorkError
 from pipeline.evaluate import estimators, metrics, report, scoring
-from pipeline.evaluate.matchers import (
-    OURS,
-    RATIO_TEST,
-    MatcherSet,
-    MatchesByMatcher,
-    get_initial_digest,
-)
+from pipeline.evaluate.matchers import OURS, RATIO_TEST, MatcherSet, MatchesByMatcher
 from pipeline.evaluate.pairs import (
     HeldOutPairs,
     LabeledPair,
@@ -105,9 +99,8 @@ def evaluate_source(
             counts += match_and_score(negative_source, matcher_set, count, bar)[0]
     results = compute_results(title, source.unit, scores, counts, means, matcher_set)
     protocol = make_protocol(source, title, matcher_set, settings)
-    reference = report.choose_reference(protocol["models"])
     pair_indices = [indices for indices, *_ in scores]
-    pictures = draw_pictures(source, matcher_set, results.table, pair_indices, reference)
+    pictures = draw_pictures(source, matcher_set, results.table, pair_indices)
     return results._replace(bad_images=bad_images, protocol=protocol, pictures=pictures)
 
 
@@ -280,7 +273,6 @@ def draw_pictures(
     matcher_set: MatcherSet,
     table: pd.DataFrame,
     pair_indices: Sequence[Tuple[int, ...]],
-    reference: str,
 ) -> List[Tuple[str, str, np.ndarray]]:
     """Draw the matches of the pairs of `choose_pictured_pairs`.
 
@@ -289,7 +281,6 @@ def draw_pictures(
         matcher_set: the matchers, which match these pairs again.
         table: the long table of all pairs.
         pair_indices: `LabeledPair.indices` of all pairs, in the order of the table.
-        reference: name of a further network that is drawn, or "".
 
     Returns:
         Name, caption and pixels (H, W, 3) uint8 BGR of each picture.
@@ -315,7 +306,7 @@ def draw_pictures(
         # Draw one panel for each matcher.
         panels = []
         counts = []
-        for matcher in filter(None, (OURS, RATIO_TEST, reference)):
+        for matcher in (OURS, RATIO_TEST):
             row = values.loc[(matcher, number)]
             heading = report.get_title(matcher)
             counts.append(
@@ -354,7 +345,6 @@ def make_protocol(
             "step": network.info.get("step"),
             "steps": get_training_section(network.info).get("steps"),
             "photographs": count_photographs(network.file),
-            "initial_weights": get_initial_digest(network.info),
             "threshold": network.threshold,
         }
         for name, network in matcher_set.networks.items()

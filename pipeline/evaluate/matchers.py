@@ -23,7 +23,7 @@ from superglue_sift.network.batch import Pair
 from superglue_sift.network.weights import load_model_file
 
 OURS = "superglue"
-INITIAL = "initial"  # The weights from which the evaluated model was trained
+SHIPPED = "shipped_weights"
 RATIO_TEST = "ratio_test"
 RATIO_THRESHOLD = 1.0 - nearest.RATIO  # Smallest confidence of the ratio test
 BASELINES = ("nn", "mutual_nn", RATIO_TEST)
@@ -68,16 +68,6 @@ def load_network(file: Path, device: str, **settings: Any) -> Network:
     """
     matcher = Matcher.load(file, device, **settings)
     return Network(matcher, file, load_model_file(file)[1])
-
-
-def get_initial_digest(info: Mapping[str, Any]) -> str:
-    """Return the digest of the weights from which a model was trained, or "" for random ones.
-
-    `info` is the description in the model's file.
-    """
-    # An exported model has the digest in its provenance.
-    exported_digest = info.get("provenance", {}).get("initial_weights.digest", "")
-    return info.get("initial_weights", exported_digest)
 
 
 class MatcherSet:

@@ -1,4 +1,4 @@
-"""Report an evaluation: the verdict, the printed tables, the files, the page, the note in MLflow.
+"""Report an evaluation: the headlines, the printed tables, the files, the page, the note in MLflow.
 
 Only `write_files` writes files; the other functions return text, tables or charts. Every table is a
 slice of the metrics (`metrics.summarize`) or of the long table of all pairs.
@@ -29,7 +29,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from pipeline.evaluate import metrics
-from pipeline.evaluate.matchers import INITIAL, OURS, RATIO_TEST
+from pipeline.evaluate.matchers import OURS, RATIO_TEST, SHIPPED
 from pipeline.evaluate.metrics import (
     KEY,
     WITHIN,
@@ -50,24 +50,10 @@ TITLES = {
     "mutual_nn": "mutual NN",
     "nn": "NN",
     "true_matches": "true matches (bound)",
-    "shipped": "shipped weights",
-    INITIAL: "initial weights",
-}
-# The names of matchers in a sentence
-NAMES_IN_SENTENCES = {
-    RATIO_TEST: "the ratio test",
-    "shipped": "the shipped weights",
-    INITIAL: "the initial weights",
+    SHIPPED: "shipped weights",
 }
 # What the metric of `choose_recall_metric` means, in plain words
 RECALL_MEANINGS = {"recall": "true matches found", "matching_score": "of keypoints"}
-# The clause of each verdict in a sentence about metrics, in the order of the sentence.
-CLAUSES = {
-    "better": "{} better",
-    "worse": "{} worse",
-    "equal": "{} equal",
-    "no difference found": "no difference found in {}",
-}
 # Metrics without an estimator, in the order of the columns: the heading, and its meaning
 HEADINGS = {
     "precision": ("P", "precision"),
@@ -84,10 +70,10 @@ DIGITS = 4
 COUNTS = ("keypoints0", "keypoints1", "matches", "correct", "true_matches", "found")
 WIDTH = 100  # Columns of the printed tables
 
-# One colour for each matcher of `TITLES` on every chart, then those of further matchers. All of
+# One color for each matcher of `TITLES` on every chart, then those of further matchers. All of
 # them are readable on a light and on a dark page.
-COLOURS = ("#10a070", "#e0524a", "#4a86e8", "#c08a1e", "#8c8c8c", "#2aa5b5", "#a8745a")
-FURTHER_COLOURS = ("#9a6fe0", "#d264a8", "#7d9a2d", "#5c73a8")
+COLORS = ("#10a070", "#e0524a", "#4a86e8", "#c08a1e", "#8c8c8c", "#2aa5b5", "#a8745a")
+FURTHER_COLORS = ("#9a6fe0", "#d264a8", "#7d9a2d", "#5c73a8")
 INK = "#888888"
 STYLE: Any = {
     "svg.fonttype": "none",  # Text stays text, which a browser can find and copy
@@ -98,7 +84,7 @@ STYLE: Any = {
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
     ),
 }
-FULL_TRAINING = "make repro PRESET=coco2017-val"  # The shortest training from scratch on COCO
+KEPT = "Training kept the initial weights: no later step was better in validation."
 Chart = Tuple[Markup, str]  # A chart and its caption
 
 
@@ -163,33 +149,8 @@ def format_interval(row: Mapping[str, Any]) -> str:
     return f"{format_points(row['low'])} .. {format_points(row['high'])}"
 
 
-def find_initial_model(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name of the compared model from which the evaluated one was trained, or "".
-
-    `models` has the description of each model by its name, as in protocol.json.
-    """
-    digest = models.get(OURS, {}).get("initial_weights")
-    for name in models:
-        if digest and name != OURS and models[name]["sha256"].startswith(digest):
-            return name
-    return ""
-
-
-def choose_reference(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name of the model that is shown beside the evaluated one, or "".
-
-    This is the model from which the evaluated one was trained. If it is not compared, it is the
-    first model beside the evaluated one. `models` is as in `find_initial_model`.
-    """
-    return find_initial_model(models) or next((name for name in models if name != OURS), "")
-
-
-def compare_matchers(results: Results, baseline: str = RATIO_TEST) -> List[Dict[str, Any]]:
-    """Compare the network with another matcher: three metrics for the first screen, and the AUC.
-
-    Args:
-        results: the results of the evaluation.
-        baseline: the name of the matcher that the network is compared with.
+def compare_matchers(results: Results) -> List[Dict[str, Any]]:
+    """Compare the network with the ratio test: three metrics for the first screen, and the AUC.
 
     Returns:
         A dict for each of the four metrics. `label` and `detail` are its words. `ours` and
@@ -211,76 +172,25 @@ def compare_matchers(results: Results, baseline: str = RATIO_TEST) -> List[Dict[
             "label": label,
             "detail": detail,
             "ours": results.metrics.loc[(OURS, metric, estimator, False)],
-            "baseline": results.metrics.loc[(baseline, metric, estimator, False)],
-            "gain": results.differences.loc[(metric, estimator, False, baseline)],
+            "baseline": results.metrics.loc[(RATIO_TEST, metric, estimator, False)],
+            "gain": results.differences.loc[(metric, estimator, False, RATIO_TEST)],
         }
         for label, detail, metric, estimator in rows
     ]
 
 
-def make_verdict(results: Results, baseline: str = RATIO_TEST) -> str:
-    """Say in a sentence of about 15 words how the network compares with another matcher.
+def make_headlines(results: Results) -> List[str]:
+    """Return the first lines of the report: three verdicts in one line.
 
-    Metrics with the same verdict stand together, the better ones first. `baseline` is the name of
-    the other matcher.
+    If training kept the initial weights, a line before says so.
     """
     count = results.values.index.nunique()
-    least = metrics.MIN_SCENES
-    if count < least:
-        return f"Too few {results.unit} to judge: {count}, and at least {least} are needed."
-    labels: Dict[str, List[str]] = {}
-    for comparison in compare_matchers(results, baseline)[:3]:
-        labels.setdefault(comparison["gain"]["verdict"], []).append(comparison["label"])
-    clauses = [
-        clause.format(join_words(labels[verdict]))
-        for verdict, clause in CLAUSES.items()
-        if verdict in labels
-    ]
-    return f"Compared with {NAMES_IN_SENTENCES.get(baseline, baseline)}: {'; '.join(clauses)}."
-
-
-def make_training_verdict(results: Results) -> str:
-    """Say how a fine-tuned model compares with the weights from which it was trained.
-
-    The result is "" for any other model, and if there are too few scenes to judge.
-    """
-    initial = find_initial_model(results.protocol.get("models", {}))
-    is_judged = results.values.index.nunique() >= metrics.MIN_SCENES
-    return make_verdict(results, initial) if initial and is_judged else ""
-
-
-def compare_trainings(results: Results) -> List[str]:
-    """Say on how many photographs the network and the model beside it were trained.
-
-    If the network was trained on fewer, a second line names a command that trains more. There is no
-    line if there is no such model, or if the photographs of one of the two are not known.
-    """
-    models = results.protocol.get("models", {})
-    reference = choose_reference(models)
-    counts = [models.get(name, {}).get("photographs") for name in (OURS, reference)]
-    if None in counts:
-        return []
-    count, reference_count = counts
-    name = NAMES_IN_SENTENCES.get(reference, reference)
-    steps = f"with {models[OURS]['steps']:,} steps " if models[OURS]["steps"] else ""
-    # The photographs of a model include those of the weights that it started from.
-    if find_initial_model(models):
-        added = f"{count - reference_count:,} more photographs"
-        return [f"SuperGlue started from {name}, {steps}on {added}."]
-    # The steps of a model that started from other weights are only a part of its training.
-    steps = "" if models[OURS]["initial_weights"] else steps
-    lines = [
-        f"SuperGlue was trained {steps}on {count:,} photographs, {name} on {reference_count:,}."
-    ]
-    if count < reference_count:
-        lines.append(f"A full training on COCO, for a GPU: {FULL_TRAINING}")
-    return lines
-
-
-def join_words(words: Sequence[str]) -> str:
-    """Join words as a sentence does: "precision", "precision and recall", "a, b and c"."""
-    *first_words, last_word = words
-    return f"{', '.join(first_words)} and {last_word}" if first_words else last_word
+    verdicts = [f"{row['label']} {row['gain']['verdict']}" for row in compare_matchers(results)[:3]]
+    line = f"Against the ratio test: {', '.join(verdicts)}."
+    if count < metrics.MIN_SCENES:
+        line = f"Too few {results.unit} for a verdict: {count} of at least {metrics.MIN_SCENES}."
+    has_kept = results.protocol["models"][OURS]["step"] == 0
+    return [*[KEPT] * has_kept, line]
 
 
 def select_headline(results: Results) -> Dict[str, float]:
@@ -363,21 +273,19 @@ def make_auc_tables(results: Results) -> List[pd.DataFrame]:
     return tables
 
 
-def make_comparison_table(results: Results, baseline: str = RATIO_TEST) -> pd.DataFrame:
+def make_comparison_table(results: Results) -> pd.DataFrame:
     """Make the table of `compare_matchers`: both values, difference, interval and verdict."""
     rows = {
-        f"{comparison['label']}, {comparison['detail']}": (
-            format_percent(comparison["ours"]["value"]),
-            format_percent(comparison["baseline"]["value"]),
-            format_points(comparison["gain"]["value"]),
-            format_interval(comparison["gain"]),
-            comparison["gain"]["verdict"],
+        f"{row['label']}, {row['detail']}": (
+            format_percent(row["ours"]["value"]),
+            format_percent(row["baseline"]["value"]),
+            format_points(row["gain"]["value"]),
+            format_interval(row["gain"]),
+            row["gain"]["verdict"],
         )
-        for comparison in compare_matchers(results, baseline)
+        for row in compare_matchers(results)
     }
-    # The network is compared with the ratio test, or with itself before it was fine-tuned.
-    name = "ratio test" if baseline == RATIO_TEST else "before"
-    headings = ["SuperGlue", name, "difference", "95 % interval", ""]
+    headings = ["SuperGlue", "ratio test", "difference", "95 % interval", ""]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=headings)
     return table.rename_axis(columns="in %")
 
@@ -400,13 +308,6 @@ def make_remarks(results: Results) -> List[str]:
         f"{heading}: {meaning}" for name, (heading, meaning) in HEADINGS.items() if name in names
     ]
     lines = ["; ".join(words)]
-    # A training may keep the weights that it started from.
-    values = results.values
-    lines += [
-        f"The trained model is the same as {name}: all its values are equal."
-        for name in results.protocol.get("models", {})
-        if name != OURS and values[name].equals(values[OURS])
-    ]
     if results.bad_images:
         lines.append(f"{len(results.bad_images)} images could not be read: see bad_images.csv.")
     return [*lines, *results.notes]
@@ -439,18 +340,9 @@ def make_summary(results: Results) -> str:
     """Return the first part of the report, which the command prints at its end."""
     title = f"{results.title}, {len(results.values)} pairs"
     blocks = [
-        [make_verdict(results), title, format_table(make_comparison_table(results))],
-        [
-            format_table(make_matches_table(results)),
-            *make_remarks(results),
-            *compare_trainings(results),
-        ],
+        [*make_headlines(results), title, format_table(make_comparison_table(results))],
+        [format_table(make_matches_table(results)), *make_remarks(results)],
     ]
-    # A fine-tuned model is also compared with the weights it started from.
-    sentence = make_training_verdict(results)
-    if sentence:
-        initial = find_initial_model(results.protocol["models"])
-        blocks.insert(1, [sentence, format_table(make_comparison_table(results, initial))])
     return "\n\n".join(map("\n".join, blocks))
 
 
@@ -465,7 +357,7 @@ def make_text(results: Results) -> str:
 
 
 def make_note(results: Results, folder: str) -> str:
-    """Return the description of an MLflow run in Markdown: the verdict and the first table.
+    """Return the description of an MLflow run in Markdown: the headlines and the first table.
 
     `folder` is the path of the report in the artifacts of the run.
     """
@@ -473,8 +365,7 @@ def make_note(results: Results, folder: str) -> str:
     table = make_comparison_table(results).reset_index(names="in %")
     cells = [table.columns, ["---"] * len(table.columns), *table.itertuples(index=False)]
     rows = "\n".join(f"| {' | '.join(row)} |" for row in cells)
-    sentences = " ".join(filter(None, (make_verdict(results), make_training_verdict(results))))
-    return f"**{sentences}** {title}: `{folder}/{PAGE}`.\n\n{rows}"
+    return f"**{' '.join(make_headlines(results))}** {title}: `{folder}/{PAGE}`.\n\n{rows}"
 
 
 def round_number(value: Any) -> Any:
@@ -550,23 +441,23 @@ def write_files(out: Path, results: Results, page: str) -> None:
 # --- the page
 
 
-def assign_colours(matchers: Sequence[str]) -> Dict[str, str]:
-    """Return the colour of each matcher."""
-    # A matcher of TITLES keeps its colour whether or not the others are shown.
-    fixed_colours = dict(zip(TITLES, COLOURS))
-    further_colours = itertools.cycle(FURTHER_COLOURS)
-    return {name: fixed_colours.get(name) or next(further_colours) for name in matchers}
+def assign_colors(matchers: Sequence[str]) -> Dict[str, str]:
+    """Return the color of each matcher."""
+    # A matcher of TITLES keeps its color whether or not the others are shown.
+    fixed_colors = dict(zip(TITLES, COLORS))
+    further_colors = itertools.cycle(FURTHER_COLORS)
+    return {name: fixed_colors.get(name) or next(further_colors) for name in matchers}
 
 
 def draw_line_chart(
-    frame: pd.DataFrame, colours: Mapping[str, str], label: str, diagonal: bool = False
+    frame: pd.DataFrame, colors: Mapping[str, str], label: str, diagonal: bool = False
 ) -> Markup:
     """Draw a chart with a line for each matcher, and return it as an HTML element `img`.
 
     Args:
         frame: a column for each matcher. The index is x, and its name is the label of the x axis.
             An index of words has them at the positions 0, 1, ...
-        colours: the colour of each matcher, from `assign_colours`.
+        colors: the color of each matcher, from `assign_colors`.
         label: the label of the y axis, which goes from 0 to 1.
         diagonal: whether to add a dashed diagonal.
     """
@@ -580,7 +471,7 @@ def draw_line_chart(
         # The network is drawn last, so that its line lies above the others.
         for name in sorted(frame, key=lambda matcher: matcher == OURS):
             width = 2.6 if name == OURS else 1.4
-            axes.plot(frame.index, frame[name], color=colours[name], linewidth=width)
+            axes.plot(frame.index, frame[name], color=colors[name], linewidth=width)
         axes.set(xlabel=frame.index.name, ylabel=label, ylim=(0, 1.02))
         # The SVG has no date, so equal charts give equal bytes.
         svg = io.BytesIO()
@@ -597,26 +488,26 @@ def make_data_uri(kind: str, data: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
 
 
-def draw_error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
+def draw_error_charts(results: Results, colors: Mapping[str, str]) -> List[Chart]:
     """Draw the curves whose areas are the AUC metrics, for each estimator and kind of matches."""
     axis = "pose error, degrees" if has_pose_errors(results.table) else "corner error, px"
     charts = []
     for (_, estimator, refined), curve in metrics.compute_error_curves(results.table).items():
-        chart = draw_line_chart(curve.rename_axis(axis), colours, "fraction of pairs")
+        chart = draw_line_chart(curve.rename_axis(axis), colors, "fraction of pairs")
         charts.append((chart, f"{estimator.upper()}, matches {KINDS[refined]}"))
     return charts
 
 
-def draw_calibration_chart(results: Results, colours: Mapping[str, str]) -> Chart:
+def draw_calibration_chart(results: Results, colors: Mapping[str, str]) -> Chart:
     """Draw the fraction of correct matches over the network's confidence."""
     # (bins,): only the network has a calibration.
     bins = results.calibration.set_index("confidence")[["precision"]].set_axis([OURS], axis=1)
     frame = bins.rename_axis("confidence of a match")
     words = "Calibration: on the dashed line, a match of confidence 0.8 is correct in 80 % of cases"
-    return draw_line_chart(frame, colours, "fraction of correct ones", diagonal=True), words
+    return draw_line_chart(frame, colors, "fraction of correct ones", diagonal=True), words
 
 
-def draw_robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
+def draw_robustness_charts(results: Results, colors: Mapping[str, str]) -> List[Chart]:
     """Draw recall and the leading AUC at each level of each condition.
 
     The lines are the network and the ratio test.
@@ -632,7 +523,7 @@ def draw_robustness_charts(results: Results, colours: Mapping[str, str]) -> List
             frame = frame.set_axis([f"{level:g}" for _, level in frame.index]).rename_axis(name)
             # Small photographs have no pair at the last levels of zoom.
             caption = f"{label}; at least {means['pairs'].min()} pairs at each level"
-            charts.append((draw_line_chart(frame, colours, label), caption))
+            charts.append((draw_line_chart(frame, colors, label), caption))
     return charts
 
 
@@ -642,15 +533,14 @@ def render_page(results: Results, curves: Optional[Path] = None) -> str:
     `curves` is the SVG of the learning curve. If the file is missing, the page leaves it out.
     """
     # Draw the charts, each of which is a text of some 20 kB.
-    colours = assign_colours(list_matchers(results))
-    errors = draw_error_charts(results, colours)
+    colors = assign_colors(list_matchers(results))
+    errors = draw_error_charts(results, colors)
     # The leading estimator comes first, with detected and refined matches. The others follow.
     lead = get_leading_estimator(results.table).upper()
     charts = [(chart, caption) for chart, caption in errors if caption.startswith(lead)]
     more_charts = [chart for chart in errors if chart not in charts]
     if not has_pose_errors(results.table):
-        charts.append(draw_calibration_chart(results, colours))
-    reference = choose_reference(results.protocol["models"])
+        charts.append(draw_calibration_chart(results, colors))
     # StrictUndefined: a name that is wrong in the template is an error, not an empty text.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -663,15 +553,10 @@ def render_page(results: Results, curves: Optional[Path] = None) -> str:
     environment.filters.update(
         percent=format_percent, points=format_points, title=get_title, html=html
     )
-    environment.filters["name_in_sentence"] = lambda name: NAMES_IN_SENTENCES.get(name, name)
     return environment.get_template("page.html").render(
         results=results,
-        verdict=make_verdict(results),
-        training_verdict=make_training_verdict(results),
+        headlines=make_headlines(results),
         comparisons=compare_matchers(results)[:3],
-        reference=reference,
-        reference_comparisons=compare_matchers(results, reference)[:3] if reference else [],
-        trainings=compare_trainings(results),
         # The page has JPEG, which is smaller than the PNG of the folder.
         pictures=[
             (make_data_uri("jpeg", drawing.Picture(pixels).encode()), caption)
@@ -680,10 +565,10 @@ def render_page(results: Results, curves: Optional[Path] = None) -> str:
         learning=make_data_uri("svg+xml", curves.read_bytes())
         if curves and curves.is_file()
         else "",
-        colours=colours,
+        colors=colors,
         charts=charts,
         more_charts=more_charts,
-        robustness=draw_robustness_charts(results, colours) if len(results.robustness) else [],
+        robustness=draw_robustness_charts(results, colors) if len(results.robustness) else [],
         matches_table=make_matches_table(results),
         remarks=[*make_remarks(results), *make_auc_remarks(results)],
         auc_tables=make_auc_tables(results),

@@ -111,16 +111,16 @@ def test_what_the_model_was_trained_on_is_left_out(work, capsys):
 def test_another_model_is_shown_only_on_what_it_never_saw(work, capsys, seen, left):
     other = write_model(work / "other.safetensors", layers=2)
     provenance.write_photographs(other, seen)
-    assert run(work, "--also", f"shipped={other}") == 0
+    assert run(work, "--also", f"other={other}") == 0
     printed = capsys.readouterr().out
     found = evaluated(work)
     assert found["superglue"] == {COCO[number] for number in left}
     if len(left) == 3:  # it saw all, so it is not shown
-        assert "shipped is left out: it was trained on all 3 photographs" in printed
-        assert "shipped" not in found
+        assert "other is left out: it was trained on all 3 photographs" in printed
+        assert "other" not in found
     else:
-        assert "1 of 3 photographs left out: shipped was trained on them" in printed
-        assert found["shipped"] == found["superglue"]
+        assert "1 of 3 photographs left out: other was trained on them" in printed
+        assert found["other"] == found["superglue"]
 
 
 def test_a_model_that_saw_all_is_refused_in_one_line(work, capsys):

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import math
-import re
 import shutil
 from types import SimpleNamespace
 from unittest import mock
@@ -11,18 +10,15 @@ from unittest import mock
 import cv2
 import numpy as np
 import pytest
-from made_evaluations import SECTION, VIEWS, make_workspace, read_csv, read_metrics, run
-from made_params import file_of
+from made_evaluations import make_workspace, read_csv, read_metrics, run
 from made_scenes import CAMERA, SHIFT, TURN, line, write_image_set, write_model, write_sequence
 from reading import read_error, read_files, read_json
-from ruamel.yaml import YAML
 
 from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
-from pipeline.evaluate import pairs
+from pipeline.evaluate import pairs, report
 from pipeline.evaluate.estimators import DEFAULT
-from pipeline.evaluate.matchers import BOUND, MATCHERS, OURS
-from superglue_sift.files import compute_file_sha256
+from pipeline.evaluate.matchers import BOUND, MATCHERS
 
 ERRORS = [f"error_{name}{end}" for name in DEFAULT for end in ("", "_refined")]
 
@@ -140,33 +136,7 @@ def test_a_further_model_stands_in_every_table_with_its_own_threshold(work, caps
     printed = capsys.readouterr().out
     order = [line.split()[0] for line in printed.partition("R@P\n")[2].splitlines()[:2]]
     assert order == ["SuperGlue", "b"]
-    assert printed.count("Training kept the weights it began with") == 1
-
-
-def test_a_fine_tuned_model_is_compared_with_the_weights_it_started_from(work):
-    start = write_model(work / "start.safetensors")
-    about = {"initial_weights": compute_file_sha256(start)[:16]}
-    models = {OURS: write_model(work / "model.safetensors", about=about)}
-    find = evaluate.find_initial_weights
-    assert find(models, str(start)) == {"initial": start}
-    # these weights are gone, are others, or are compared already
-    assert find(models, str(work / "gone.safetensors")) == find(models, "") == {}
-    assert find(models, str(models[OURS])) == find({**models, "shipped": start}, str(start)) == {}
-    # an exported model says it elsewhere, and a model from scratch says nothing
-    exported = {"provenance": {"initial_weights.digest": "ab"}}
-    assert evaluate.get_initial_digest(exported) == "ab" and evaluate.get_initial_digest({}) == ""
-    # an evaluation adds them by itself
-    params = file_of({"views": VIEWS, "evaluate": SECTION})
-    params["train"]["init_from"] = str(start)
-    YAML(typ="safe").dump(params, work / "params.yaml")
-    assert run(work, "--no-refine") == 0
-    values = read_metrics(work)
-    assert values["initial.recall"] == values["superglue.recall"] > 0
-    protocol = read_json(work / "out/protocol.json")
-    assert protocol["models"][OURS]["initial_weights"] == about["initial_weights"]
-    # each picture shows their matches, too
-    page = (work / "out/index.html").read_text()
-    assert len(re.findall("<figcaption>[^<]*; initial weights: ", page)) == 1
+    assert printed.startswith(f"\n{report.KEPT}\n")
 
 
 # A module with matchers: one that is right, and two that are not
