@@ -26,7 +26,17 @@ GRAPH = {name: {*imports(path)} & {*FILES} - {name} for name, path in FILES.item
 # What every package may import: errors, and types of parameters.
 GROUND = {"errors", "params"}
 # What the library may import: nothing of the project but itself, and of others these alone.
-LIBRARY = {"PIL", "cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", "tqdm"}
+LIBRARY = {
+    "PIL",
+    "cv2",
+    "numpy",
+    "safetensors",
+    "scipy",
+    "superglue_sift",
+    "tifffile",
+    "torch",
+    "tqdm",
+}
 LIBRARY |= set(getattr(sys, "stdlib_module_names", ()))
 # ... and of its extras inside functions, so that it works without them, as test_library.py
 # imports it.

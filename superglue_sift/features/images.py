@@ -1,11 +1,12 @@
 """Read the files of photographs to pixels of 8 bits.
 
-Pillow reads a file by its content, whatever its extension. OpenCV reads colours of 16 bits, and
-tifffile the TIFF layouts that Pillow reads wrong or not at all. An animation gives its first
-picture. Only the formats of `FORMATS` are tried, since Pillow knows some that run other programs.
+Pillow reads a file by its content, whatever its extension. OpenCV reads PNG, PPM and JPEG 2000
+whose colors have 16 bits, and tifffile the layouts of TIFF that Pillow reads wrong or not at all.
+An animation gives its first picture. Only the formats of `FORMATS` are tried, since Pillow knows
+some that run other programs.
 
-Pixels of more than 8 bits are scaled by the range that is in use (`find_range_in_use`). Transparent
-pixels and pixels without data are masked: an extractor finds no keypoint there.
+Pixels of more than 8 bits are scaled by `scale_to_8_bits`. Transparent pixels and pixels without
+data are masked: an extractor finds no keypoint there.
 
 A camera held on its side stores rotated pixels, and EXIF tag 0x0112 (Exif 2.32, section 4.6.4) says
 how to rotate them upright, as browsers and `cv2.imread` do. COLMAP uses pixels as stored, and so do
@@ -17,39 +18,34 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
-from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from superglue_sift.errors import RequestError, import_extra
+from superglue_sift.errors import RequestError
 from superglue_sift.files import FileName
-from superglue_sift.geometry.two_view import (
-    Size,
-    compose,
-    map_to_resized,
-    reduced_size,
-    reduction_factor,
-)
+from superglue_sift.geometry.two_view import Size, reduced_size, reduction_factor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG2000", "AVIF", "HEIF")
 MAX_PIXELS = 200_000_000  # More could exceed a worker's memory
 # Letters with which brands of HEIC files begin (ISO 23008-12): heic, hevc, mif1, msf1 and others
 HEIC = (b"he", b"mi", b"ms")
 
-INNER = (0.1, 99.9)  # Percentiles: dust and glints beyond them do not set the range
-SAMPLED = 1 << 18  # The range is computed from about so many pixels
+# The first bytes of a TIFF and of a BigTIFF, in both byte orders
+TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+CONVERT_TIFF = "convert it: gdal_translate -ot Byte -scale IN.tif OUT.tif"
+
 FEW_LEVELS = 16  # With fewer gray levels, a picture is nearly flat or a drawing
 
 UPRIGHT = "upright"
 STORED = "stored"
 FRAMES = (UPRIGHT, STORED)  # Pixels rotated according to EXIF, or as in the file
 ORIENTATION = 0x0112  # EXIF tag
+GDAL_NODATA = 42113  # TIFF tag: the value of pixels without data, as text
 
 
 class BadImage(RequestError):
@@ -76,8 +72,7 @@ class Photo(NamedTuple):
     Attributes:
         pixels: (H, W) gray or (H, W, 3) BGR, uint8.
         to_shown: (3, 3) maps coordinates of a result to `pixels`, to draw them.
-        size: (width, height) of the file in px, rotated like `pixels`. A file above `MAX_PIXELS`
-            has fewer `pixels`.
+        size: (width, height) of `pixels`.
         turned: EXIF orientation of the file, 1 to 8.
         mask: (H, W) uint8, 0 where a pixel is transparent or has no data. None if there is no such
             pixel.
@@ -121,17 +116,17 @@ def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
 
 
 def read_photo(path: FileName, frame: str) -> Photo:
-    """Read a file in colour and upright, to draw coordinates of `frame` on it.
+    """Read a file in color and upright, to draw coordinates of `frame` on it.
 
     Raises:
         RequestError: If the file is missing or damaged.
     """
     photo = decode_photo(read_bytes(path), str(path), False, UPRIGHT)
-    to_upright = np.eye(3)
-    if frame == STORED:
-        to_upright = map_to_upright(photo.turned, turn_size(photo.size, photo.turned))
-    to_pixels = map_to_resized(photo.size, photo.pixels.shape[1::-1])
-    return photo._replace(to_shown=compose(to_pixels, to_upright))
+    if frame == UPRIGHT:
+        return photo
+    return photo._replace(
+        to_shown=map_to_upright(photo.turned, turn_size(photo.size, photo.turned))
+    )
 
 
 def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
@@ -153,7 +148,7 @@ def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
     if image.size != stored_size:
         mask_text, photo_text = ("x".join(map(str, size)) for size in (image.size, stored_size))
         raise RequestError(f"{path}: the mask has {mask_text} pixels, its photograph {photo_text}")
-    # Gray of more than 8 bits stays as it is, since few of its values could become black.
+    # Keep deep gray: converting to 8 bits would turn small values into 0.
     is_black = np.asarray(image if image.mode[0] in "IF" else image.convert("L")) == 0
     return turn_upright(np.where(is_black, 0, 255).astype(np.uint8), turned)
 
@@ -183,22 +178,14 @@ def decode_photo(data: bytes, name: str, gray: bool, frame: str) -> Photo:
     Raises:
         BadImage: If the file is damaged.
     """
-    tags = _read_tiff_tags(data)
-    if tags is None or _pillow_reads(tags):
-        pixels, mask, size, turn = _decode_by_pillow(data, name, gray)
-    else:
-        size = (tags[256], tags[257])
-        turn = tags.get(ORIENTATION, 1)
-        values = _read_by_tifffile(data, name, tags)
-        pixels, mask = _scale_values(values, gray, _read_nodata(tags))
-        pixels = 255 - pixels if tags.get(262, 1) == 0 else pixels  # 0 means white
+    decoded = _decode_by_tifffile(data, name, gray) if data[:4] in TIFF_STARTS else None
     # So far the pixels are as stored.
+    pixels, mask, turn = decoded or _decode_by_pillow(data, name, gray)
     turn = turn if turn in range(1, 9) else 1
     if frame == UPRIGHT:
         pixels = turn_upright(pixels, turn)
         mask = None if mask is None else turn_upright(mask, turn)
-        size = turn_size(size, turn)
-    return Photo(pixels, np.eye(3), size, turn, mask)
+    return Photo(pixels, np.eye(3), pixels.shape[1::-1], turn, mask)
 
 
 # --- Pillow
@@ -206,48 +193,53 @@ def decode_photo(data: bytes, name: str, gray: bool, frame: str) -> Photo:
 
 def _decode_by_pillow(
     data: bytes, name: str, gray: bool
-) -> Tuple[np.ndarray, Optional[np.ndarray], Size, int]:
-    """Decode by Pillow, and colours of more than 8 bits by OpenCV, since Pillow keeps only 8.
+) -> Tuple[np.ndarray, Optional[np.ndarray], int]:
+    """Decode by Pillow, and colors of more than 8 bits by OpenCV, since Pillow keeps only 8.
 
     Returns:
-        Pixels and mask as stored, (width, height) as stored, and the EXIF orientation.
+        Pixels and mask as stored, and the EXIF orientation.
     """
     image = open_image(data, name)
-    width, height = image.size
-    # libjpeg can decode 1/2, 1/4 or 1/8 of the size. The decoder of a progressive JPEG keeps the
-    # whole image in memory at any scale.
-    scales = (1, 2, 4, 8) if image.format == "JPEG" and "progressive" not in image.info else (1,)
-    factor = next((scale for scale in scales if width * height <= MAX_PIXELS * scale**2), 0)
-    if not factor:
-        raise _make_size_error(name, width, height)
+    _check_size(name, image.size)
     try:
-        values = _read_deep_colours(image, data)
+        values = _read_deep_colors(image, data)
         if image.format == "PNG":
             image.load()  # The EXIF data of a PNG may follow its pixels
         turn = _read_orientation(image)  # A decoded TIFF has none any more
-        # Take gray from the luma of a JPEG, which is faster than by way of RGB, and up to two gray
-        # levels closer.
-        image.draft("L" if gray else None, (width // factor, height // factor))
         if values is not None:
-            pixels, mask = _scale_values(values, gray, None)
-        else:
-            pixels, mask = convert_image(image, gray)
-            if image.format == "TIFF":  # Pillow has rotated it upright
-                pixels = turn_upright(pixels, invert_orientation(turn))
-                mask = None if mask is None else turn_upright(mask, invert_orientation(turn))
+            visible = np.asarray(values[..., 3:].all(axis=-1))
+            return (*scale_to_8_bits(values[..., :3], gray, visible), turn)
+        if gray:
+            # Take gray from the luma of a JPEG, which is faster than by way of RGB, and up to two
+            # gray levels closer.
+            image.draft("L", image.size)
+        pixels, mask = convert_image(image, gray)
     except Exception as error:  # Decoders of damaged data raise any type of error
-        raise BadImage(name, f"damaged {image.format}: {_to_line(error)}") from None
-    if factor == 1:
-        return pixels, mask, pixels.shape[1::-1], turn
-    # libjpeg rounds the size up, so its pixels lie at multiples of the factor. Move them to where
-    # an exact reduction has them.
-    exact = (0, 0, width / factor, height / factor)
-    moved = Image.fromarray(pixels).resize(pixels.shape[1::-1], Image.Resampling.BILINEAR, exact)
-    return np.array(moved), mask, (width, height), turn
+        raise BadImage(name, _explain_damage(str(image.format), error)) from None
+    if image.format == "TIFF":  # Pillow has rotated it upright
+        pixels = turn_upright(pixels, invert_orientation(turn))
+        mask = None if mask is None else turn_upright(mask, invert_orientation(turn))
+    return pixels, mask, turn
+
+
+def _check_size(name: str, size: Size) -> None:
+    """Raise BadImage if a file has too many pixels."""
+    width, height = size
+    if width * height > MAX_PIXELS:
+        raise BadImage(
+            name, f"too large: {width}x{height} px, at most {MAX_PIXELS} pixels are read"
+        )
+
+
+def _explain_damage(kind: str, error: Exception) -> str:
+    """Return the reason for bad_images.csv after a decoder has failed."""
+    if kind == "TIFF":
+        return f"TIFF cannot be read: {_to_line(error)}; {CONVERT_TIFF}"
+    return f"damaged {kind}: {_to_line(error)}"
 
 
 def is_plain_jpeg(data: bytes, name: str) -> bool:
-    """Say whether every decoder gives Pillow's pixels for this file.
+    """Return whether every decoder gives Pillow's pixels for this file.
 
     They do for a JPEG of 8 bits, gray or of three components, which ends with its end marker and
     has at most `MAX_PIXELS`.
@@ -270,26 +262,19 @@ def open_image(data: bytes, name: str) -> Image.Image:
     Raises:
         BadImage: If no format accepts the file.
     """
-    if not data:
-        raise BadImage(name, "empty file")
     reason = "not an image, or of a format that is not read"
-    if data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        reason = "a web page, not an image"
     is_heic = data[4:8] == b"ftyp" and data[8:10] in HEIC
     if is_heic and not _register_heic():
         reason = "HEIC needs one more package: pip install 'superglue-sift[heic]'"
     Image.init()  # The first call fills Image.OPEN
     for kind in [kind for kind in FORMATS if kind in Image.OPEN]:
         factory, accept = Image.OPEN[kind]
-        accepts = accept is not None and accept(data[:16])
-        if isinstance(accepts, str):  # The format is known, but this Pillow lacks its library
-            reason = accepts
-        elif accepts:
+        if accept is not None and accept(data[:16]):
             try:
                 # An MPO holds several pictures, of which the first is a JPEG.
                 return (JpegImageFile if kind == "JPEG" else factory)(io.BytesIO(data), "")
             except Exception as error:
-                reason = f"damaged {kind}: {_to_line(error)}"
+                reason = _explain_damage(kind, error)
     raise BadImage(name, reason)
 
 
@@ -313,18 +298,8 @@ def _read_orientation(image: Image.Image) -> int:
         return 1
 
 
-def _make_size_error(name: str, width: int, height: int) -> BadImage:
-    """Create the error for an image of too many pixels."""
-    return BadImage(
-        name,
-        f"too large: {width}x{height} pixels, at most {MAX_PIXELS // 1_000_000} megapixels are read"
-        " in full; save it smaller (matching reduces images to --resize, 1024 px, anyway), or as a"
-        " baseline JPEG, which is read at a smaller scale",
-    )
-
-
 def convert_pil(image: Image.Image) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """Convert a PIL image of the user by `convert_image`, to gray if it has no colours.
+    """Convert a PIL image of the user by `convert_image`, to gray if it has no colors.
 
     Raises:
         RequestError: If it has no pixels, if its file is cut off or closed, or if Pillow cannot
@@ -348,8 +323,7 @@ def convert_image(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[
         is 0 where the image is transparent or has no data. It is None if there is no such pixel.
     """
     if image.mode[0] in "IF":
-        nodata = _read_nodata(getattr(image, "tag_v2", {}))
-        return _scale_values(np.asarray(image), gray, nodata)
+        return scale_to_8_bits(np.asarray(image), gray)
     if image.mode == "La":  # Pillow converts it to LA alone
         image = image.convert("LA")
     if image.has_transparency_data:
@@ -371,8 +345,8 @@ def _to_gray_or_bgr(pixels: np.ndarray, gray: bool) -> np.ndarray:
 # --- pixels of more than 8 bits
 
 
-def _read_deep_colours(image: Image.Image, data: bytes) -> Optional[np.ndarray]:
-    """Read colours of more than 8 bits, of which Pillow keeps 8, by OpenCV.
+def _read_deep_colors(image: Image.Image, data: bytes) -> Optional[np.ndarray]:
+    """Read colors of more than 8 bits, of which Pillow keeps 8, by OpenCV.
 
     Returns:
         (H, W, 3 or 4) RGB or RGBA as stored, or None for other files.
@@ -386,188 +360,86 @@ def _read_deep_colours(image: Image.Image, data: bytes) -> Optional[np.ndarray]:
     return values[..., [2, 1, 0, 3][: values.shape[2]]]
 
 
-# Tags of TIFF 6.0: 256 and 257 are width and height, 258 the bits of a band, 259 the compression,
-# 262 the meaning of the bands, 277 their number, 284 their order in the file, 338 the meaning of
-# further bands, 339 the type of numbers. 42113 is GDAL's value for no data.
+def _decode_by_tifffile(
+    data: bytes, name: str, gray: bool
+) -> Optional[Tuple[np.ndarray, Optional[np.ndarray], int]]:
+    """Decode a TIFF, unless it has 8 bits and a layout that Pillow reads right.
 
-
-def _read_tiff_tags(data: bytes) -> Optional[ImageFileDirectory_v2]:
-    """Read the tags of the first picture of a TIFF. Return None for other and damaged files."""
-    if data[:4] not in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-        return None
-    try:
-        # A BigTIFF, whose version is 43, has a longer header.
-        tags = ImageFileDirectory_v2(data[: 16 if 43 in data[2:4] else 8])
-        stream = io.BytesIO(data)
-        stream.seek(tags.next)
-        tags.load(stream)
-        return tags if {256, 257} <= set(tags) else None
-    except Exception:  # Pillow reads it next, and says what is damaged
-        return None
-
-
-def _pillow_reads(tags: ImageFileDirectory_v2) -> bool:
-    """Say whether Pillow, or OpenCV for colours of 16 bits, reads this layout right.
-
-    Pillow reads other layouts as noise, as a negative, or not at all. tests/features/test_images.py
-    compares pixels.
-    """
-    bits = set(tags.get(258, (1,)))
-    layout = (tags.get(262, 1), tags.get(277, 1))
-    if set(tags.get(339, (1,))) != {1}:  # Signed numbers or floats
-        return False
-    if bits == {16}:
-        # One plane for each band is read as noise.
-        return layout in {(1, 1), (2, 3), (2, 4)} and tags.get(284, 1) == 1
-    # Gray, RGB(A), palette, CMYK, YCbCr
-    readable = {(0, 1), (1, 1), (2, 3), (2, 4), (3, 1), (5, 4), (6, 3)}
-    if tags.get(284, 1) == 2:
-        # Pillow mixes the planes of YCbCr, and refuses some RGBA that is not compressed.
-        readable -= {(6, 3), (2, 4)} if tags.get(259, 1) == 1 else {(6, 3)}
-    return bits <= {1, 2, 4, 8} and layout in readable
-
-
-def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np.ndarray:
-    """Read the values of a TIFF, (H, W) gray or RGB(A) (H, W, 3 or 4), as stored.
-
-    If there are more bands than a photograph has, the first three are its colours, as in other
-    programs. If there are two, the first is its gray.
-
-    Raises:
-        BadImage: If the file cannot be read. The message names the layout.
-    """
-    if tags[256] * tags[257] > MAX_PIXELS:
-        raise _make_size_error(name, tags[256], tags[257])
-    bands = tags.get(277, 1)
-    kind = {1: "uint", 2: "int", 3: "float"}.get(tags.get(339, (1,))[0], "other type of ")
-    layout = f"a TIFF of {bands} band{'s' * (bands > 1)} of {kind}{tags.get(258, (1,))[0]}"
-    convert = "convert it: gdal_translate -b 1 -ot Byte -scale IN.tif OUT.tif"
-    try:
-        tifffile = import_extra("tifffile", "tiff")
-        with tifffile.TiffFile(io.BytesIO(data)) as file:
-            values = file.pages[0].asarray()
-    except Exception as error:  # A decoder or tifffile itself is missing, or the data are damaged
-        values = _decompress_tiff(data, tags)
-        if values is None:
-            reason = _to_line(error)
-            if isinstance(error, ImportError) or "imagecodecs" in reason:
-                reason = "its compression needs one more package: pip install imagecodecs"
-            raise BadImage(name, f"{layout} cannot be read: {reason}; or {convert}") from None
-    if tags.get(284, 1) == 2 and values.ndim == 3:
-        # Planes (bands, H, W) -> (H, W, bands)
-        values = np.moveaxis(values, 0, -1)
-    if tags.get(262, 1) not in (0, 1, 2) or values.ndim > 3 or values.dtype.kind not in "uif":
-        raise BadImage(name, f"{layout}, which is neither gray nor RGB; {convert}")
-    if values.ndim == 2:
-        return values
-    # (H, W, bands) -> (H, W, 3 or 4), where the last band is alpha if the file says so
-    colours = [0, 1, 2] if bands > 2 else [0, 0, 0]
-    is_alpha = tags.get(338, (0,))[-1:] in ((1,), (2,))
-    return values[..., [*colours, bands - 1] if is_alpha else colours]
-
-
-def _decompress_tiff(data: bytes, tags: ImageFileDirectory_v2) -> Optional[np.ndarray]:
-    """Read floats and signed numbers of a TIFF whose compression tifffile alone does not know.
-
-    OpenCV knows LZW and predictors, and Pillow also ZSTD.
+    Of several bands, the first three are red, green and blue. Of two, the first is the gray.
 
     Returns:
-        The values, (H, W) or (H, W, 3 or 4), or None for layouts that both read wrong, and for
-        damaged data.
+        Pixels and mask as stored, and the EXIF orientation. None if Pillow is to read the file.
+
+    Raises:
+        BadImage: If the file cannot be read, or is neither gray nor RGB.
     """
-    kind = (tags.get(339, (1,))[0], tags.get(258, (1,))[0])
-    bands = tags.get(277, 1)
-    is_gray_or_rgb = (tags.get(262, 1), bands) in {(0, 1), (1, 1), (2, 3), (2, 4)}
-    in_planes = tags.get(284, 1) == 2 and bands > 1
-    # OpenCV reads floats and 32 bits for any meaning of the bands, and 16 bits for these.
-    is_wide = kind in {(3, 32), (3, 64), (2, 32)} and bands in (1, 3, 4)
-    if in_planes or not (is_wide or (kind == (2, 16) and is_gray_or_rgb)):
-        return None
-    with contextlib.suppress(Exception):  # Decoders of damaged data raise any type of error
-        values = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
-        if values is not None:
-            return values if values.ndim == 2 else values[..., [2, 1, 0, 3][: values.shape[2]]]
-        # Pillow mixes the bytes of compressed numbers whose highest byte comes first (MM).
-        if bands == 1 and kind != (3, 64) and data[:2] == b"II":
-            return np.asarray(open_image(data, ""))
-    return None
+    import tifffile
 
-
-def _read_nodata(tags: Mapping[int, Any]) -> Optional[float]:
-    """Return the value that GDAL has noted in a TIFF for pixels without data, or None."""
     try:
-        return float(str(tags[42113]).strip("\0 "))
-    except (KeyError, ValueError):
-        return None
+        with tifffile.TiffFile(io.BytesIO(data)) as file:
+            page = file.pages.first
+            bands = page.samplesperpixel
+            is_negative = page.photometric == tifffile.PHOTOMETRIC.MINISWHITE
+            is_gray = is_negative or page.photometric == tifffile.PHOTOMETRIC.MINISBLACK
+            has_8_bits = page.dtype in (np.uint8, np.bool_)
+            # Pillow mixes planes, and does not know gray of several bands.
+            if has_8_bits and (bands == 1 or (page.planarconfig == 1 and not is_gray)):
+                return None
+            _check_size(name, (page.imagewidth, page.imagelength))
+            is_number = page.dtype is not None and page.dtype.kind in "uif"
+            if not is_number or not (is_gray or page.photometric == tifffile.PHOTOMETRIC.RGB):
+                raise ValueError(f"{bands} bands of {page.dtype}, neither gray nor RGB")
+            values = page.asarray()
+            turn = int(page.tags.valueof(ORIENTATION, default=1))
+            no_data = page.tags.valueof(GDAL_NODATA, default="")
+    except BadImage:
+        raise
+    except Exception as error:  # Decoders of damaged data raise any type of error
+        raise BadImage(name, _explain_damage("TIFF", error)) from None
+    if page.planarconfig == 2 and values.ndim == 3:
+        values = np.moveaxis(values, 0, -1)
+    visible: np.ndarray = np.ones(values.shape[:2], bool)
+    if page.extrasamples[-1:] in ((1,), (2,)):  # Alpha
+        visible = values[..., -1] > 0
+    if bands > 1:
+        values = values[..., :3] if bands > 2 else values[..., 0]
+    with contextlib.suppress(ValueError):
+        is_no_data = values == float(no_data)
+        visible = visible & ~(is_no_data.all(axis=-1) if bands > 2 else is_no_data)
+    pixels, mask = scale_to_8_bits(values, gray, visible)
+    return 255 - pixels if is_negative else pixels, mask, turn
 
 
-def _scale_values(
-    values: np.ndarray, gray: bool, nodata: Optional[float]
+def scale_to_8_bits(
+    values: np.ndarray, gray: bool, visible: Optional[np.ndarray] = None
 ) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """Scale values of any type to 8 bits by the range that is in use.
+    """Scale values from their 1st to their 99th percentile to 8 bits. 8 bits stay as they are.
+
+    Thermal cameras, microscopes and satellites use a small part of their range. Three bands share
+    one range.
 
     Args:
-        values: (H, W) gray or (H, W, 3 or 4) RGB(A).
+        values: (H, W) gray or (H, W, 3) RGB.
         gray: whether to convert to gray.
-        nodata: value of pixels without data, or None.
+        visible: (H, W) bool, where the values have a meaning. None means everywhere. Numbers that
+            are not finite are masked, too.
 
     Returns:
         Pixels and mask, as `convert_image` returns them.
     """
-    colours = values[..., :3] if values.ndim == 3 else values
-    is_valid = np.isfinite(colours)
-    if nodata is not None:
-        is_valid &= colours != nodata
-    # Map `low` to 0 and `high` to 256. float32 holds all numbers of 24 bits.
-    low, high = find_range_in_use(colours, is_valid)
-    levels = np.where(is_valid, colours, low).astype(np.float32).clip(low, high)
-    levels = (levels - np.float32(low)) * np.float32(256.0 / max(high - low, 1e-30))
-    # Values at the upper end of the range give 256, which is cut to 255.
-    pixels = levels.clip(0, 255).astype(np.uint8)
-    mask = np.asarray(is_valid.any(axis=-1) if values.ndim == 3 else is_valid)
-    if values.shape[2:] == (4,):
-        mask = mask & (values[..., 3] > 0)
+    is_finite = np.isfinite(values)
+    mask = np.asarray(is_finite.all(axis=-1) if values.ndim == 3 else is_finite)
+    if visible is not None:
+        mask = mask & visible
+    pixels = values
+    if values.dtype != np.uint8:
+        low, high = np.percentile(values[mask], (1, 99)).tolist() if mask.any() else (0.0, 0.0)
+        # float32 holds all integers of 16 bits, and float64 those of 32.
+        levels = values.astype(np.result_type(values, np.float32))
+        levels[~is_finite] = low
+        levels = (levels.clip(low, high) - low) * (255.0 / max(high - low, 1e-30))
+        pixels = levels.astype(np.uint8)
     return _to_gray_or_bgr(pixels, gray), None if mask.all() else mask.astype(np.uint8)
-
-
-def find_range_in_use(values: np.ndarray, is_valid: np.ndarray) -> Tuple[float, float]:
-    """Find the range (low, high) of the values that become the gray levels 0 and 256.
-
-    The range is between the percentiles `INNER` of the medians of 3x3 values, so that single hot
-    and dead pixels do not count. An end value that stands apart from the rest, such as -9999 for no
-    data, is left out. Where the range fills half of the numbers from 0 to a power of two, these
-    numbers are the range. Then 10, 12, 14 and 16 bits of one photograph give the same gray levels.
-
-    Args:
-        values: (H, W) or (H, W, 3). All bands share one range.
-        is_valid: of the same shape, False where a value has no meaning.
-    """
-    if values.dtype == np.uint8:
-        return 0.0, 256.0
-    # Take medians of 3x3 values at some 262,144 pixels where all nine are valid.
-    step = max(1, round(math.sqrt(values.shape[0] * values.shape[1] / SAMPLED)))
-    medians = cv2.medianBlur(np.where(is_valid, values, 0).astype(np.float32), 3)
-    all_valid = cv2.erode(is_valid.astype(np.uint8), np.ones((3, 3)))
-    samples = np.sort(medians[::step, ::step][all_valid[::step, ::step] > 0])
-    if not samples.size:
-        return 0.0, 0.0
-    # Leave out an end value that is further from the others than the others are wide. Both -32768
-    # and -9999 may stand for no data, so each end is tried twice.
-    for end in (0, -1, 0, -1):
-        others = samples[samples != samples[end]]
-        if len(np.unique(others)) < FEW_LEVELS:
-            continue
-        low, high = np.percentile(others, INNER)
-        if max(low - samples[end], samples[end] - high) > high - low:
-            samples = others
-    low, high = (float(value) for value in np.percentile(samples, INNER))
-    # A photograph that fills its bits keeps its gray levels.
-    if low >= 0 and high > 0:
-        top = 2.0 ** math.ceil(math.log2(high))
-        top = top if values.dtype.kind == "f" else max(top, 256.0)
-        if 2 * (high - low) >= top:
-            return 0.0, top
-    return low, high
 
 
 def count_gray_levels(gray: np.ndarray) -> int:

@@ -2,13 +2,11 @@
 
 import importlib.util
 import io
-import struct
-import sys
-import tracemalloc
 
 import cv2
 import numpy as np
 import pytest
+import tifffile
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, features
@@ -107,183 +105,129 @@ def test_cmyk_and_the_first_picture_of_an_animation_are_read(color_photo):
         assert decode_gray(data).shape == (300, 451) and decode_gray(data).std() > 20
 
 
-# --- pixels of more than 8 bits: `photo` has the gray levels 0 to 255
+# --- pixels of more than 8 bits
+
+# The 1st percentile of 0 to 100 is 1, and the 99th is 99.
+RAMP = np.arange(101.0).reshape(1, 101)
+SCALED_RAMP = ((RAMP.clip(1, 99) - 1) * 255 / 98).astype(np.uint8)
 
 
-@pytest.mark.parametrize("bits", [9, 12, 16])
-@pytest.mark.parametrize("extension", [".png", ".tiff"])
-@pytest.mark.parametrize("colour", [False, True])
-def test_cameras_of_many_bits_give_the_gray_levels_of_8_bits(
-    photo, color_photo, bits, extension, colour
-):
-    plain = color_photo if colour else photo
-    expected = decode_gray(encode(plain, ".png"))
-    deep = plain.astype(np.uint16) << (bits - 8)
-    np.testing.assert_array_equal(decode_gray(encode(deep, extension)), expected)
-
-
-def scaled(pixels, slope, start, kind):
-    return (start + slope * pixels.astype(np.float64)).astype(kind)
-
-
-def fill(values, value, part=0.4):
-    values[: int(part * len(values))] = value
-    return values
-
-
-def salt(values, *extremes):
-    """Values with hot and dead pixels, one of 200 of each."""
-    rng = np.random.default_rng(0)
-    for value in extremes:
-        values[rng.random(values.shape) < 0.005] = value
-    return values
-
-
-KINDS = {
-    "thermal, hundredths of a kelvin": lambda x: scaled(x, 8, 29000, np.uint16),
-    "many hot and dead pixels": lambda x: salt(scaled(x, 2, 200, np.uint16), 0, 65535),
-    "two values for no data": lambda x: fill(fill(scaled(x, 1, 0, np.int16), -9999), -32768, 0.2),
-    "reflectance from -1 to 1": lambda x: scaled(x, 2 / 255, -1, np.float32),
-    "no data of the smallest float": lambda x: fill(scaled(x, 1e-3, 0, np.float32), -3.4e38),
-    "32 bits": lambda x: scaled(x, 1000, 2_000_000_000, np.int32),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("colour", [False, True])
-def test_the_range_in_use_is_scaled_to_8_bits(photo, kind, colour):
-    values = KINDS[kind](photo)
-    used = np.dstack([values] * 3) if colour else values
-    pixels, _ = images._scale_values(used, True, None)
-    below = slice(170, None)  # what `fill` leaves
-    ordinary = ~np.isin(values[below], (0, 65535))  # what `salt` leaves
-    seen = pixels[below][ordinary]
-    assert np.corrcoef(seen, photo[below][ordinary])[0, 1] > 0.99
-    assert np.ptp(np.percentile(seen, (1, 99))) > 150
-
-
-def test_a_flat_picture_stays_so():
-    for values in (np.full((30, 30), 700, np.uint16), np.zeros((1, 1), np.float32)):
-        assert not images._scale_values(values, True, None)[0].any()
-
-
-# --- TIFF layouts
-
-
-def tiff_of(values, **options):
-    tifffile = pytest.importorskip("tifffile")
+def encode_tiff(values, **options):
     stream = io.BytesIO()
     tifffile.imwrite(stream, values, **{"photometric": "minisblack", **options})
     return stream.getvalue()
 
 
+@pytest.mark.parametrize(
+    "values, encode_values",
+    [
+        ((RAMP * 60).astype(np.uint16), lambda values: encode(values, ".png")),
+        ((RAMP * 60).astype(np.uint16), encode_tiff),
+        ((RAMP * 60 - 3000).astype(np.int16), encode_tiff),
+        ((RAMP * 1000 + 2_000_000_000).astype(np.int32), encode_tiff),
+        (RAMP.astype(np.float32) / 50 - 1, encode_tiff),
+        (np.stack([RAMP] * 3, -1).astype(np.uint16), lambda values: encode(values, ".png")),
+        (np.stack([RAMP] * 5, -1), lambda values: encode_tiff(values, planarconfig="contig")),
+    ],
+)
+def test_the_1st_to_the_99th_percentile_become_0_to_255(values, encode_values):
+    pixels = decode_gray(encode_values(values)).astype(int)
+    assert pixels[0, [0, 1, 50, 99, 100]].tolist() == [0, 0, 127, 255, 255]
+    np.testing.assert_allclose(pixels, SCALED_RAMP, atol=1)  # float32 has 24 bits
+
+
+def test_three_bands_share_one_range():
+    values = np.dstack([RAMP, RAMP / 2, np.zeros_like(RAMP)]).astype(np.float32)
+    pixels = decode_photo(encode_tiff(values, photometric="rgb"), "a.tif", False, STORED).pixels
+    blue, green, red = np.moveaxis(pixels.astype(int), 2, 0)
+    assert red.max() == 255 and abs(green.max() - 128) < 4 and blue.max() == 0
+
+
+@pytest.mark.parametrize("value, noted", [(np.nan, None), (-np.inf, None), (-9999.0, "-9999")])
+def test_what_is_no_number_or_no_data_is_masked_and_does_not_set_the_range(value, noted):
+    values = np.vstack([RAMP, np.full_like(RAMP, value)]).astype(np.float32)
+    tags = [(images.GDAL_NODATA, "s", 0, noted, True)] if noted else []
+    photo = decode_photo(encode_tiff(values, extratags=tags), "a.tif", True, STORED)
+    np.testing.assert_array_equal(photo.pixels[0], SCALED_RAMP[0])
+    np.testing.assert_array_equal(photo.mask > 0, [[True] * 101, [False] * 101])
+
+
+@pytest.mark.parametrize("values", [np.full((30, 30), 700, np.uint16), np.full((9, 9), np.nan)])
+def test_a_flat_picture_is_black(values):
+    assert not images.scale_to_8_bits(values, True)[0].any()
+
+
+# --- TIFF layouts
+
+
 @pytest.mark.parametrize("byteorder", ["<", ">"])
 @pytest.mark.parametrize("kind", ["uint8", "uint16", "int16", "uint32", "float32", "float64"])
 @pytest.mark.parametrize(
-    "bands, photometric, planes",
+    "bands, photometric, planes, alpha",
     [
-        (1, "minisblack", None),
-        (1, "miniswhite", None),
-        (2, "minisblack", "contig"),
-        (3, "rgb", "contig"),
-        (3, "rgb", "separate"),
-        (4, "rgb", "contig"),
-        (4, "minisblack", "contig"),
-        (5, "minisblack", "separate"),
+        (1, "minisblack", None, False),
+        (1, "miniswhite", None, False),
+        (2, "minisblack", "contig", False),
+        (2, "minisblack", "contig", True),
+        (3, "rgb", "contig", False),
+        (3, "rgb", "separate", False),
+        (4, "rgb", "contig", True),
+        (4, "rgb", "separate", True),
+        (4, "minisblack", "contig", False),
+        (5, "minisblack", "separate", False),
     ],
 )
 def test_every_tiff_layout_gives_its_known_pixels(
-    photo, kind, bands, photometric, planes, byteorder
+    photo, kind, bands, photometric, planes, alpha, byteorder
 ):
     small = photo[:120, :160]
-    colours = [small, small[::-1], small[:, ::-1], np.full_like(small, 255), small[::-1, ::-1]]
-    stack = np.stack(colours[:bands], -1)
-    values = (255 - stack if photometric == "miniswhite" else stack).astype(float)
-    values *= {"uint16": 100, "int16": 100, "uint32": 1000, "float32": 0.01}.get(kind, 1)
+    stack = np.stack([small, small[::-1], small[:, ::-1], small, small[::-1, ::-1]], -1)
+    expected = small if bands < 3 else cv2.cvtColor(stack[..., :3].copy(), cv2.COLOR_RGB2GRAY)
+    stack = stack[..., :bands].astype(float)
+    visible = small > 100 if alpha else np.ones(small.shape, bool)
+    if alpha:
+        stack[..., -1] = visible
+    values = 255 - stack if photometric == "miniswhite" else stack
     values = values[..., 0] if bands == 1 else values
     values = np.moveaxis(values, -1, 0) if planes == "separate" else values
-    options = {"planarconfig": planes} if planes else {}
-    if bands == 4 and photometric == "rgb":
+    options = {"photometric": photometric, "byteorder": byteorder}
+    if planes:
+        options["planarconfig"] = planes
+    if alpha:
         options["extrasamples"] = ["unassalpha"]
-    data = tiff_of(values.astype(kind), photometric=photometric, byteorder=byteorder, **options)
-    expected = small if bands < 3 else cv2.cvtColor(stack[..., :3].copy(), cv2.COLOR_RGB2GRAY)
-    pixels = decode_gray(data)
-    assert np.corrcoef(pixels.ravel(), expected.ravel())[0, 1] > 0.999
-    if kind == "uint8":
-        np.testing.assert_array_equal(pixels, expected)
+    for storage in ({}, {"tile": (64, 64)}, {"compression": "zlib"}):
+        data = encode_tiff(np.ascontiguousarray(values.astype(kind)), **options, **storage)
+        photograph = decode_photo(data, "a.tif", True, STORED)
+        pixels = photograph.pixels[visible]
+        assert np.corrcoef(pixels, expected[visible])[0, 1] > 0.99
+        if kind == "uint8":  # 8 bits stay as they are
+            np.testing.assert_array_equal(pixels, expected[visible])
+        if alpha:
+            np.testing.assert_array_equal(photograph.mask > 0, visible)
+        else:
+            assert photograph.mask is None
 
 
-TAG_OF_PREDICTOR = 317
+@pytest.mark.parametrize(
+    "data",
+    [
+        encode_tiff(np.ones((9, 9), np.complex64)),
+        encode_tiff(np.ones((4, 9, 9), np.uint16), photometric="separated"),
+        b"II*\0\x08\0\0\0\0\0" + bytes(8),
+        encode_tiff(np.ones((90, 90), np.uint16))[:9000],
+    ],
+)
+def test_any_other_tiff_is_refused_with_its_conversion(data):
+    assert "gdal_translate" in reason(data)
 
 
-def gray_tiff(values, compression, predictor):
-    """A TIFF of one band by Pillow, which compresses without further packages."""
-    info = {TAG_OF_PREDICTOR: predictor}
-    return saved(Image.fromarray(values), "TIFF", compression=compression, tiffinfo=info)
-
-
-def colour_tiff(values, predictor):
-    """A TIFF of three bands by OpenCV, compressed by LZW."""
-    options = [cv2.IMWRITE_TIFF_COMPRESSION, 5, cv2.IMWRITE_TIFF_PREDICTOR, predictor]
-    return encode(values[..., ::-1].copy(), ".tif", *options)
-
-
-@pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "zstd"])
-@pytest.mark.parametrize("kind, predictor", [("float32", 1), ("float32", 3), ("int32", 2)])
-def test_compressed_floats_and_signed_numbers_are_read(photo, compression, kind, predictor):
-    values = photo.astype(kind) * 100 - 9000
-    try:
-        data = gray_tiff(values, compression, predictor)
-    except (OSError, RuntimeError):
-        pytest.skip(f"this Pillow has no {compression}")
-    np.testing.assert_array_equal(decode_gray(data), decode_gray(tiff_of(values)))
-    reason(data[: len(data) // 2])  # a part of the file is no picture
-
-
-@pytest.mark.parametrize("kind", ["int16", "int32"])
-@pytest.mark.parametrize("predictor", [1, 2])
-def test_compressed_colours_of_signed_numbers_are_read(color_photo, kind, predictor):
-    values = color_photo.astype(kind) * 100 - 9000
-    expected = decode_gray(tiff_of(values, photometric="rgb"))
-    np.testing.assert_array_equal(decode_gray(colour_tiff(values, predictor)), expected)
-
-
-def test_a_missing_decoder_is_named_with_the_package_that_brings_it(photo):
-    pytest.importorskip("tifffile")
+def test_a_compression_that_needs_a_package_is_refused_with_its_name(photo):
     if importlib.util.find_spec("imagecodecs"):
         pytest.skip("imagecodecs is installed")
-    data = tiff_of(np.dstack([photo] * 5).astype(np.uint32), planarconfig="contig")
-    # The entry of the compression (tag 259, a SHORT): 1 becomes 50000, ZSTD.
-    entry = struct.pack("<HHI", 259, 3, 1)
-    said = reason(data.replace(entry + b"\1\0", entry + struct.pack("<H", 50000)))
-    assert "5 bands of uint32" in said and "pip install imagecodecs" in said
-
-
-@pytest.mark.parametrize("extra", ["unspecified", "assocalpha", "unassalpha"])
-def test_four_bands_of_8_bits_in_planes_are_read(color_photo, extra):
-    opaque = np.full_like(color_photo[..., :1], 255)
-    planes = np.moveaxis(np.concatenate([color_photo, opaque], 2), 2, 0)
-    options = {"photometric": "rgb", "planarconfig": "separate", "extrasamples": [extra]}
-    expected = decode_gray(saved(Image.fromarray(color_photo), "PNG"))
-    np.testing.assert_array_equal(decode_gray(tiff_of(planes, **options)), expected)
-
-
-def test_a_layout_that_cannot_be_read_is_named_with_its_conversion(photo, monkeypatch):
-    assert "1 band of other type of 64" in reason(tiff_of(np.ones((9, 9), np.complex64)))
-    five = tiff_of(np.dstack([photo] * 5).astype(np.uint16), planarconfig="contig")
-    monkeypatch.setitem(sys.modules, "tifffile", None)
-    said = reason(five)
-    assert "5 bands of uint16" in said and "superglue-sift[tiff]" in said
-    assert "gdal_translate" in said and "damaged" not in said
-
-
-def test_values_that_gdal_notes_as_no_data_are_masked(photo):
-    values = fill(photo.astype(np.int16), 77)
-    noted = {"extratags": [(42113, "s", 0, "77", True)]}
-    # Pillow reads the first, tifffile the other.
-    for kind in (np.uint16, np.int16):
-        mask = decode_photo(tiff_of(values.astype(kind), **noted), "a.tif", True, STORED).mask
-        np.testing.assert_array_equal(mask == 0, values == 77)
+    data = saved(Image.fromarray(photo.astype(np.float32)), "TIFF", compression="tiff_lzw")
+    assert "imagecodecs" in reason(data) and "gdal_translate" in reason(data)
+    data = saved(Image.fromarray(photo), "TIFF", compression="tiff_lzw")  # Pillow reads 8 bits
+    np.testing.assert_array_equal(decode_gray(data), photo)
 
 
 # --- transparency and masks
@@ -294,18 +238,16 @@ def test_transparent_pixels_are_masked_in_every_mode(photo):
     rgba = np.dstack([photo] * 3 + [alpha])
     picture = Image.fromarray(rgba)
     indexed = Image.fromarray(photo)
-    signed = np.dstack([photo, alpha]).astype(np.int16)
     for data, hidden in (
         (saved(picture, "PNG"), alpha == 0),
         (saved(picture.convert("LA"), "PNG"), alpha == 0),
-        (tiff_of(signed, planarconfig="contig", extrasamples=["unassalpha"]), alpha == 0),
         (saved(indexed, "PNG", transparency=100), photo == 100),
         (saved(indexed.convert("P"), "PNG", transparency=100), photo == 100),
         (encode(rgba.astype(np.uint16) * 257, ".png"), alpha == 0),
     ):
         decoded = decode_photo(data, "a.png", True, STORED)
         np.testing.assert_array_equal(decoded.mask == 0, hidden)
-        np.testing.assert_array_equal(decoded.pixels[~hidden], photo[~hidden])
+        assert np.corrcoef(decoded.pixels[~hidden], photo[~hidden])[0, 1] > 0.99
 
 
 def test_a_mask_is_found_as_in_colmap_and_has_the_size_of_the_stored_pixels(tmp_path):
@@ -362,7 +304,7 @@ def test_the_mask_of_a_transparent_picture_turns_with_its_pixels(photo, orientat
 def test_positions_move_as_pixels_do(orientation):
     stored = np.arange(40 * 60, dtype=np.int32).reshape(40, 60)  # each pixel has its own number
     shown = images.turn_upright(stored, orientation)
-    y, x = (each.ravel() for each in np.mgrid[:40, :60])
+    y, x = (coordinates.ravel() for coordinates in np.mgrid[:40, :60])
     H = images.map_to_upright(orientation, (60, 40))
     moved = transform(np.stack([x, y], axis=1).astype(float), H)
     np.testing.assert_array_equal(shown[tuple(moved.astype(int).T[::-1])], stored.ravel())
@@ -398,22 +340,20 @@ def test_progressive_jpeg_and_trailing_bytes_are_fine(photo):
 
 
 @pytest.mark.parametrize(
-    "data, said",
+    "data, word",
     [
-        (b"", "empty file"),
-        (b"\n<!DOCTYPE html><html>404</html>", "web page"),
-        (b"something else entirely" * 50, "not an image"),
+        (b"", "not an image"),
+        (b"\n<!DOCTYPE html><html>404</html>", "not an image"),
         (b"%!PS-Adobe-3.0\n(would run Ghostscript)\n", "not an image"),
-        (b"\xff\xd8\xff\xe0\x00\x10JFIF", "damaged JPEG"),
-        (b"P5\n30000 30000\n255\n", "too large: 30000x30000 pixels, at most 200 megapixels"),
-        (b"II*\0\x08\0\0\0\0\0" + bytes(8), "damaged TIFF"),
-        (b"\0\0\0\x18ftypheic" + bytes(100), r"pip install 'superglue-sift[heic]'"),
+        (b"\xff\xd8\xff\xe0\x00\x10JFIF", "JPEG"),
+        (b"P5\n30000 30000\n255\n", "30000x30000"),
+        (b"\0\0\0\x18ftypheic" + bytes(100), "superglue-sift[heic]"),
     ],
 )
-def test_what_is_no_image_is_named(data, said, monkeypatch):
+def test_what_is_no_image_is_named(data, word, monkeypatch):
     monkeypatch.setattr(images, "_register_heic", lambda: False)
     monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
-    assert said in reason(data)
+    assert word in reason(data)
 
 
 @given(
@@ -429,42 +369,11 @@ def test_any_bytes_give_pixels_or_bad_image(data, start):
         assert "\n" not in bad.reason
 
 
-# --- very many pixels
-
-
-def waves(x, y):
-    """A smooth pattern, whose value at each position is known."""
-    return 128 + 60 * np.sin(x / 37.0 + 0.3) + 40 * np.cos(y / 43.0 - x / 81.0)
-
-
-@pytest.mark.parametrize("size", [(803, 597), (1605, 1203)])
-def test_a_larger_jpeg_is_read_at_a_smaller_scale(monkeypatch, size):
-    """Each pixel shows the place of the file where its coordinates say it lies."""
-    monkeypatch.setattr(images, "MAX_PIXELS", 200_000)
-    whole = np.rint(waves(*np.meshgrid(*map(np.arange, size)))).astype(np.uint8)
-    data = encode(whole, ".jpg", cv2.IMWRITE_JPEG_QUALITY, 98)
-    decoded = decode_photo(data, "a.jpg", True, STORED)
-    height, width = decoded.pixels.shape
-    assert decoded.size == size and 50_000 < width * height <= 200_000
-    x, y = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
-    expected = waves(x * size[0] / width - 0.5, y * size[1] / height - 0.5)
-    assert np.abs(decoded.pixels - expected)[4:-4, 4:-4].max() < 4
-    for other in (encode(whole, ".jpg", cv2.IMWRITE_JPEG_PROGRESSIVE, 1), encode(whole, ".png")):
-        assert "too large" in reason(other)
-    assert not images.is_plain_jpeg(data, "a.jpg")  # other decoders leave it to Pillow
-
-
-def test_a_tiff_of_huge_tiles_is_refused_before_they_need_memory():
-    fields = {256: 64, 257: 64, 258: 8, 259: 8, 262: 1, 277: 1}  # a gray picture of 64x64 pixels
-    tiles = {322: 60_000, 323: 60_000, 324: 8, 325: 100}  # of 3.6 GB each
-    entries = [
-        struct.pack("<HHII", *(tag, 4, 1, value)) for tag, value in {**fields, **tiles}.items()
-    ]
-    data = b"II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + b"".join(entries) + bytes(200)
-    tracemalloc.start()
-    assert "damaged TIFF" in reason(data)
-    assert tracemalloc.get_traced_memory()[1] < 1e8
-    tracemalloc.stop()
+def test_a_file_of_too_many_pixels_is_refused(photo, monkeypatch):
+    monkeypatch.setattr(images, "MAX_PIXELS", photo.size - 1)
+    for data in (encode(photo), encode_tiff(photo.astype(np.int16))):
+        assert "too large" in reason(data)
+    assert not images.is_plain_jpeg(encode(photo), "a.jpg")  # Other decoders leave it to Pillow
 
 
 def test_a_name_with_a_null_byte_cannot_be_read():
