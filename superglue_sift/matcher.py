@@ -23,7 +23,19 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import cv2
 import numpy as np
@@ -98,6 +110,7 @@ class Matcher:
             match any images.
         frame: the frame of coordinates. "upright" is rotated according to EXIF, as by `cv2.imread`
             and browsers. "stored" is not rotated, as in COLMAP (see `images`).
+        info: the description in the model file. It is empty if the network is from no file.
         weights_sha256: SHA-256 of the model file. "" if the network is from no file.
         workers: number of pairs that are matched at a time (`use_one_core_per_pair`).
 
@@ -115,6 +128,7 @@ class Matcher:
     refine: Optional[bool] = None
     rules: Optional[verification.Rules] = None
     frame: str = UPRIGHT
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     weights_sha256: str = dataclasses.field(default="", repr=False)
     workers: int = 1
     # These are arguments, so that `dataclasses.replace` passes them on to the copy.
@@ -196,6 +210,7 @@ class Matcher:
             refine=refine,
             rules=rules,
             frame=frame,
+            info=info,
             weights_sha256=compute_file_sha256(path or find_shipped_weights()),
             _reload=functools.partial(
                 cls.load, file, device, precision=precision, compile=compile, extractor=extractor
