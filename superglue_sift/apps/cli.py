@@ -162,6 +162,7 @@ def match_database(args: argparse.Namespace) -> int:
 
     Raises:
         RequestError: If the file is no database with SIFT features, or another program writes it.
+        WorkError: If some images were left out, after the others are matched.
     """
     import_extra("pycolmap", "colmap")
     from superglue_sift.interop.colmap import DatabaseFeatures
@@ -175,26 +176,26 @@ def match_database(args: argparse.Namespace) -> int:
         print(f"{args.database}: {counts}, {len(new_pairs)} of them without matches")
         if len(new_pairs) < len(pairs):
             print("matches that the database has are kept, whatever they were made from")
-        if database.images_without_features:
-            names = ", ".join(database.images_without_features)
-            print(f"without features, left out: {names}", file=sys.stderr)
-        # An error about features that cannot be matched comes before hours of work.
-        database.check_features(new_pairs)
-        if args.dry_run or not new_pairs:
-            print("nothing is written")
-            return 0
         matcher.use_one_core_per_pair()
         # The database has no pixels, so positions cannot be refined.
-        features = ((database(photo0), database(photo1)) for photo0, photo1 in new_pairs)
+        to_match = [] if args.dry_run else new_pairs
+        features = ((database(photo0), database(photo1)) for photo0, photo1 in to_match)
         matched_count = 0
         # Threads that match must end before the database is closed. Each pair is written at once,
         # so that a stopped command goes on after it.
         with contextlib.closing(matcher.match_batch(features)) as pair_results:
-            shown = Progress(pair_results, total=len(new_pairs), desc="matching", unit="pairs")
-            for result, pair in zip(shown, new_pairs):
+            shown = Progress(pair_results, total=len(to_match), desc="matching", unit="pairs")
+            for result, pair in zip(shown, to_match):
                 database.write_matches(*pair, result)
                 matched_count += len(result.matches) > 0
-    print(f"{len(new_pairs)} pairs matched, {matched_count} of them with matches: {args.database}")
+    if to_match:
+        counts = f"{len(to_match)} pairs matched, {matched_count} of them with matches"
+        print(f"{counts}: {args.database}")
+    else:
+        print("nothing is written")
+    if database.left_out:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in database.left_out.items())
+        raise WorkError(f"{args.database}: images are left out: {reasons}")
     return 0
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -37,11 +36,11 @@ from superglue_sift.progress import Progress
 CENTRE = 0.5  # centre of the first pixel in COLMAP's coordinates
 MIN_INLIERS = 15  # minimum for a verified pair, as in COLMAP's own matcher
 CAMERAS = {None: "AUTO", "folder": "PER_FOLDER", "image": "PER_IMAGE"}  # COLMAP's words
-ONLY_FATAL = 3  # level of COLMAP's log
+ONLY_ERRORS = 2  # level of COLMAP's log
 
 MAX_CACHED_IMAGES = 256  # images of a database whose features stay in memory
 SIFT_TYPES = (0, -1)  # types of descriptors: COLMAP's SIFT, or not stated by older versions
-EXTRACT_FIRST = "run colmap feature_extractor first"
+EXTRACT_FIRST = "match a database that colmap feature_extractor has filled"
 
 # An image of a database: its number, its camera, and its keypoints (n, 2) float64 in COLMAP's
 # coordinates
@@ -138,7 +137,7 @@ def _import_photographs(database: Path, root: Path, names: List[str], mode: str)
     """
     pycolmap = _pycolmap()
     level = pycolmap.logging.minloglevel
-    pycolmap.logging.minloglevel = ONLY_FATAL
+    pycolmap.logging.minloglevel = ONLY_ERRORS
     pycolmap.Database.open(str(database)).close()  # The importer needs an existing file.
     camera_mode = pycolmap.CameraMode.__members__[mode]
     pycolmap.import_images(str(database), str(root), camera_mode=camera_mode, image_names=names)
@@ -147,8 +146,9 @@ def _import_photographs(database: Path, root: Path, names: List[str], mode: str)
         unread = [name for name in names if not content.exists_image(name)]
     if unread:
         count = f" and {len(unread) - 1} more" if unread[1:] else ""
-        fix = "save as JPEG or PNG, with the EXIF data"
-        raise RequestError(f"{unread[0]}{count}: COLMAP cannot read the file; {fix}")
+        reason = "COLMAP's importer refuses it and gives the reason above"
+        fix = "save images as JPEG or PNG, and those of one camera in one size"
+        raise RequestError(f"{unread[0]}{count}: {reason}; {fix}")
 
 
 def _write_keypoints(database: Any, name: str, features: Features) -> ImageEntry:
@@ -227,7 +227,7 @@ class DatabaseFeatures:
         path: the database.
         max_keypoints: maximum number of keypoints per image.
         photos: the images with features. Their paths are those that the database states.
-        images_without_features: the names of the other images.
+        left_out: the reason for each other image, by its name.
     """
 
     def __init__(self, path: Path, max_keypoints: int) -> None:
@@ -238,8 +238,8 @@ class DatabaseFeatures:
             max_keypoints: maximum number of keypoints per image, those of the largest scales.
 
         Raises:
-            RequestError: If the file is no COLMAP database with features, or another program
-                writes it.
+            RequestError: If the file is no COLMAP database, if no image has features that can be
+                matched, or if another program writes it.
         """
         self.path = path
         self.max_keypoints = max_keypoints
@@ -256,17 +256,22 @@ class DatabaseFeatures:
             if "locked" in str(error):
                 reason = "another program writes it; wait until that ends"
             raise RequestError(f"{path}: {reason}") from None
-        self._images: Dict[str, Any] = {}
-        self.images_without_features: List[str] = []
-        for image in sorted(self._database.read_all_images(), key=lambda image: image.name):
-            if self._database.exists_descriptors(image.image_id):
-                self._images[image.name] = image
-            else:
-                self.images_without_features.append(image.name)
-        if not self._images:
-            raise RequestError(f"{path}: has no features; {EXTRACT_FIRST}")
-        self.photos = [PhotoFile(name, Path(name)) for name in self._images]
+        images = sorted(self._database.read_all_images(), key=lambda image: image.name)
+        self._images: Dict[str, Any] = {image.name: image for image in images}
         self._read = functools.lru_cache(MAX_CACHED_IMAGES)(self._read_image)
+        self.photos: List[PhotoFile] = []
+        self.left_out: Dict[str, str] = {}
+        # Features that cannot be matched are found before hours of work.
+        for name in self._images:
+            photo = PhotoFile(name, Path(name))
+            try:
+                self._read(photo)
+                self.photos.append(photo)
+            except RequestError as error:
+                self.left_out[name] = str(error)
+        if not self.photos:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
+            raise RequestError(f"{path}: no image has SIFT features: {reasons or EXTRACT_FIRST}")
 
     def __enter__(self) -> DatabaseFeatures:
         return self
@@ -275,24 +280,11 @@ class DatabaseFeatures:
         self._database.close()
 
     def __call__(self, photo: PhotoFile) -> Features:
-        """Return the features of an image, the largest first.
-
-        Raises:
-            RequestError: If they are no SIFT.
-        """
+        """Return the features of an image, the largest first."""
         return self._read(photo)[0]
 
-    def check_features(self, pairs: Iterable[Tuple[PhotoFile, PhotoFile]]) -> None:
-        """Check that the features of all images of some pairs can be matched.
-
-        Raises:
-            RequestError: If they are no SIFT.
-        """
-        for photo in dict.fromkeys(itertools.chain.from_iterable(pairs)):
-            self(photo)
-
     def has_matches(self, photo0: PhotoFile, photo1: PhotoFile) -> bool:
-        """Say whether the database has matches of this pair, or their geometry."""
+        """Return whether the database has matches of this pair, or their geometry."""
         ids = [self._images[photo.name].image_id for photo in (photo0, photo1)]
         return self._database.exists_matches(*ids) or self._database.exists_two_view_geometry(*ids)
 
@@ -313,15 +305,19 @@ class DatabaseFeatures:
             The features, their rows in the database, and the entry with all rows.
 
         Raises:
-            RequestError: If the descriptors are no SIFT.
+            RequestError: If the features cannot be matched.
         """
         image = self._images[photo.name]
+        if not self._database.exists_descriptors(image.image_id):
+            raise RequestError(f"no features; {EXTRACT_FIRST}")
         camera = self._database.read_camera(image.camera_id)
         keypoints = self._database.read_keypoints(image.image_id)
         descriptors = self._database.read_descriptors(image.image_id)
         if int(descriptors.type) not in SIFT_TYPES:
-            kind = descriptors.type.name
-            raise RequestError(f"{self.path}: {photo.name} has descriptors of {kind}, not of SIFT")
+            raise RequestError(f"descriptors of {descriptors.type.name}, not of SIFT")
+        if keypoints.shape[1] == 2:
+            # `create_database` writes such keypoints.
+            raise RequestError(f"keypoints without scale and orientation; {EXTRACT_FIRST}")
         features = Features.of_colmap(keypoints, descriptors.data, (camera.width, camera.height))
         # The rows of the largest keypoints in the database
         order = np.argsort(-features.records["scale"], kind="stable")[: self.max_keypoints]
