@@ -1,69 +1,54 @@
-"""The rules for code: which package may import which, how large a file may be, and what has only
-one place.
-"""
+"""The rules for code: which folder may import which, and what has only one place."""
 
 import ast
-import re
-import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from import_closure import imports
+from reading import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-# Module -> its file, relative to the repository. A package is the module of its `__init__.py`.
+STAGES = read_yaml(ROOT / "dvc.yaml")["stages"]
+# Module -> its file. A package is the module of its `__init__.py`.
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).replace(".__init__", ""): path
     for package in ("benchmarks", "pipeline", "superglue_sift")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
 TREES = {name: ast.parse(path.read_text(), feature_version=(3, 9)) for name, path in FILES.items()}
-# Module -> modules of the project that it imports, also inside functions.
-GRAPH = {name: {*imports(path)} & {*FILES} - {name} for name, path in FILES.items()}
-
-# What every package may import: errors, and types of parameters.
-GROUND = {"errors", "params"}
-# What the library may import: nothing of the project but itself, and of others these alone.
-LIBRARY = {
-    "PIL",
-    "cv2",
-    "numpy",
-    "safetensors",
-    "scipy",
-    "superglue_sift",
-    "tifffile",
-    "torch",
-    "tqdm",
-}
+# Folders and modules from the lowest floor up. A module imports from its own floor and from those
+# below it. It stands on the last floor that names it or one of its folders.
+FLOORS = [
+    "superglue_sift.errors superglue_sift.files superglue_sift.environment superglue_sift.progress"
+    " superglue_sift.torch_compat superglue_sift.matches",
+    "superglue_sift.features",
+    "superglue_sift.geometry",
+    "superglue_sift.network",
+    "superglue_sift.matcher superglue_sift.match_result superglue_sift.drawing",
+    "superglue_sift",  # programs: apps, interop, onnx
+    "pipeline.errors pipeline.params",
+    "pipeline.provenance pipeline.workers pipeline.distributed",
+    "pipeline.served_model pipeline.mlflow_store pipeline.tracking",
+    "pipeline.fetch",
+    "pipeline.keypoints",
+    "pipeline.train",
+    "pipeline.evaluate",
+    "pipeline",  # export, and commands that no stage imports
+    "benchmarks",
+]
+# Folders or modules that still import upwards, and what
+EXCEPTIONS = [
+    ("pipeline.mlflow_store", "pipeline.evaluate"),
+    ("superglue_sift.features", "superglue_sift.geometry"),
+    ("superglue_sift.features.store", "superglue_sift.matcher"),
+    ("superglue_sift.geometry.tracks", "superglue_sift.match_result"),
+]
+# What the library may import of other projects, and inside functions of its extras
+LIBRARY = {"PIL", "cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", "tqdm"}
 LIBRARY |= set(getattr(sys, "stdlib_module_names", ()))
-# ... and of its extras inside functions, so that it works without them, as test_library.py
-# imports it.
-EXTRAS = {"flask", "h5py", "hloc", "onnx", "onnxscript", "pillow_heif", "pycolmap", "werkzeug"}
-# The network, and the modules of the library that it may import.
-NETWORK = "network.superglue network.perceptron network.sinkhorn network.batch"
-NETWORK += " network.ground_truth features.sift geometry.two_view matches torch_compat errors files"
-# Packages and modules of `pipeline`, and what each may import besides itself, GROUND and the
-# library. A name with a dot is that module alone. Files at the top that are not listed are
-# commands, which may import every package.
-MAY_IMPORT = {
-    "errors": set(),
-    "params": set(),
-    "provenance": set(),
-    "distributed": {"workers"},
-    "workers": set(),
-    "mlflow_store": {"evaluate.metrics", "provenance", "served_model"},
-    "served_model": set(),
-    "tracking": {"mlflow_store", "provenance"},
-    # A stage may read what an earlier stage writes with that stage's own code: the list of images,
-    # the store of keypoints, and the views that are also evaluated.
-    "fetch": {"provenance", "workers"},
-    "keypoints": {"fetch.dataset", "fetch.decoders", "provenance", "workers"},
-    "train": {"keypoints.store", "distributed", "tracking", "provenance", "workers"},
-    "evaluate": {"fetch.dataset", "keypoints.views", "tracking", "provenance", "workers"},
-    "export": {"provenance", "tracking", "workers"},
-}
+EXTRAS = {"flask", "h5py", "hloc", "onnx", "onnxscript", "pillow_heif", "pycolmap", "tifffile"}
+EXTRAS |= {"werkzeug"}
 
 
 def nodes(kind):
@@ -72,53 +57,54 @@ def nodes(kind):
         yield from ((name, node) for node in ast.walk(tree) if isinstance(node, kind))
 
 
-def may_import(package, other):
-    """Whether a file of a package of `pipeline` may import the module `other` of `pipeline`."""
-    allowed = {package} | GROUND | MAY_IMPORT[package]
-    # `fetch.dataset` may be imported as a name of its package
-    return any(
-        f"{other}.".startswith(f"{name}.") or name.startswith(f"{other}.") for name in allowed
-    )
+def list_imports(tree):
+    """Names of modules, or of what is in them, that a file imports, also inside functions."""
+    names = []
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):  # imports are absolute (ruff's TID252)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
+            waiting += ast.iter_child_nodes(node)
+    return names
 
 
-def test_a_package_of_the_pipeline_imports_only_what_it_may():
-    folders = {path.parent.name for path in (ROOT / "pipeline").glob("*/*.py")}
-    assert folders <= {*MAY_IMPORT}, "say in MAY_IMPORT what the new package may import"
-    wrong = []
-    for name, others in GRAPH.items():
-        top, *rest = name.split(".")
-        if top == "pipeline" and rest and rest[0] in MAY_IMPORT:
-            within = (other.split(".", 1)[1] for other in others if other.startswith("pipeline."))
-            wrong += [
-                f"{name} imports {other}" for other in within if not may_import(rest[0], other)
-            ]
-    assert wrong == []
+# Module -> modules of the project that it imports. The `__init__.py` of the library and of the
+# pipeline import others only when they are asked for them.
+GRAPH = {
+    name: {*list_imports(tree)} & {*FILES} - {name, "pipeline", "superglue_sift"}
+    for name, tree in TREES.items()
+}
 
 
-@pytest.mark.skipif(sys.version_info < (3, 10), reason="Python 3.9 does not list its own modules")
-def test_the_library_stands_alone():
-    used = [(name, node.module) for name, node in nodes(ast.ImportFrom)]
-    used += [(name, alias.name) for name, node in nodes(ast.Import) for alias in node.names]
-    ours = [(name, other) for name, other in used if name.startswith("superglue_sift")]
-    wrong = [pair for pair in ours if pair[1].split(".")[0] not in LIBRARY | EXTRAS]
-    assert wrong == []
+def is_in(module, folder):
+    """Return whether a module is this one, or lies in this folder."""
+    return f"{module}.".startswith(f"{folder}.")
 
 
-def test_only_the_matcher_selects_keypoints_and_adds_guided_matches():
-    """What the pipeline measures is what users get, so it has no path of its own."""
-    steps = {"select_keypoints", "add_guided_matches", "match_pairs"}
-    used = [(name, node.id) for name, node in nodes(ast.Name) if node.id in steps]
-    used += [(name, node.attr) for name, node in nodes(ast.Attribute) if node.attr in steps]
-    assert [name for name, _ in used if name.startswith("pipeline")] == []
+def find_floor(module):
+    """The number of the floor of a module: that of the longest name that holds it."""
+    floors = [
+        (len(name), number)
+        for number, floor in enumerate(FLOORS)
+        for name in floor.split()
+        if is_in(module, name)
+    ]
+    return max(floors)[1]
 
 
-def test_the_network_stands_below_the_rest_of_the_library():
-    below = {f"superglue_sift.{name}" for name in NETWORK.split()}
-    wrong = {name: GRAPH[name] - below for name in below}
-    for name in GRAPH:
-        if name.startswith("superglue_sift.interop."):
-            wrong[name] = {other for other in GRAPH[name] if ".apps." in other}
-    assert {name: others for name, others in wrong.items() if others} == {}
+def test_folders_import_downwards_only():
+    upwards = [
+        (name, other)
+        for name, others in GRAPH.items()
+        for other in others
+        if find_floor(other) > find_floor(name)
+        and not any(is_in(name, lower) and is_in(other, upper) for lower, upper in EXCEPTIONS)
+    ]
+    assert upwards == []
 
 
 def test_imports_run_in_no_circle():
@@ -129,38 +115,46 @@ def test_imports_run_in_no_circle():
         pytest.fail(" <- ".join(error.args[1]))
 
 
-def depth(node):
-    """How deep blocks are nested; `elif` counts as its `if`, an inner function from 0."""
-    deepest = 0
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
-            continue
-        is_block = isinstance(child, (ast.If, ast.For, ast.While, ast.With, ast.Try))
-        is_elif = isinstance(node, ast.If) and node.orelse == [child] and isinstance(child, ast.If)
-        deepest = max(deepest, depth(child) + (is_block and not is_elif))
-    return deepest
-
-
-def test_files_and_functions_stay_small_and_have_a_subject():
-    """Ruff counts statements and branches, but no lines of a file or of a function."""
-    wrong = [name for name in FILES if re.search(r"\b(utils?|helpers|common|misc)$", name)]
-    for name, path in FILES.items():
-        lines = len(path.read_text().splitlines())
-        wrong += [f"{name} has {lines} lines"] if lines > 700 else []
-    for name, node in nodes(ast.FunctionDef):
-        size = node.end_lineno - node.lineno + 1
-        wrong += [f"{name}:{node.name} has {size} lines"] if size > 70 else []
-        wrong += [f"{name}:{node.name} nests {depth(node)} blocks"] if depth(node) > 3 else []
+@pytest.mark.skipif(sys.version_info < (3, 10), reason="Python 3.9 does not list its own modules")
+def test_the_library_stands_alone():
+    used = [(name, node.module) for name, node in nodes(ast.ImportFrom)]
+    used += [(name, alias.name) for name, node in nodes(ast.Import) for alias in node.names]
+    library = [(name, other) for name, other in used if name.startswith("superglue_sift")]
+    wrong = [pair for pair in library if pair[1].split(".")[0] not in LIBRARY | EXTRAS]
     assert wrong == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_depends_on_the_folders_that_it_imports(stage):
+    """Files at the top of a package are followed no further: they change no result."""
+    start = f"pipeline.{stage}"
+    waiting = [name for name in FILES if f"{name}.".startswith(f"{start}.")]
+    seen = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in seen and (name.count(".") > 1 or name == start):
+            seen.add(name)
+            waiting += GRAPH[name]
+    deps = {ROOT / name for name in STAGES[stage]["deps"]}
+    files = {FILES[name] for name in seen}
+    assert [file for file in files if not deps & {file, *file.parents}] == []
+
+
+def test_only_the_matcher_selects_keypoints_and_adds_guided_matches():
+    """What the pipeline measures is what users get, so it has no path of its own."""
+    steps = {"select_keypoints", "add_guided_matches", "match_pairs"}
+    used = [(name, node.id) for name, node in nodes(ast.Name) if node.id in steps]
+    used += [(name, node.attr) for name, node in nodes(ast.Attribute) if node.attr in steps]
+    assert [name for name, _ in used if name.startswith("pipeline")] == []
 
 
 def test_square_roots_have_the_same_bits_on_every_processor():
     """`Tensor.sqrt` is MKL's, whose last bits differ between vendors."""
-    found = []
+    modules = []
     for name, node in nodes(ast.Attribute):
         if node.attr in ("sqrt", "sqrt_") and ast.unparse(node.value) not in ("np", "math"):
-            found.append(name)
-    assert found == ["superglue_sift.torch_compat"]
+            modules.append(name)
+    assert modules == ["superglue_sift.torch_compat"]
 
 
 def test_no_file_that_is_loaded_can_run_code():
@@ -172,23 +166,3 @@ def test_no_file_that_is_loaded_can_run_code():
         if ast.unparse(node.func) in forbidden or {*pickles} - {"False"}:
             wrong.append(f"{name}:{node.lineno} {ast.unparse(node.func)}")
     assert wrong == []
-
-
-def test_nothing_happens_at_import():
-    quiet = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
-    # Only before OpenCV is loaded can it be told which processor code to leave out.
-    allowed = r"if .*(__name__|TYPE_CHECKING)|environment.prepare_opencv\(\)$|['\"]"
-    for name, tree in TREES.items():
-        for node in tree.body:
-            is_quiet = isinstance(node, quiet) or re.match(allowed, ast.unparse(node))
-            assert is_quiet, f"{name}:{node.lineno} does work at import"
-
-
-def test_no_tracked_file_is_large():
-    """The shipped weights alone may be: 8 MB at most, so that a clone stays quick."""
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE)
-    if done.returncode:
-        pytest.skip("needs the git repository")
-    paths = [ROOT / name for name in done.stdout.decode().split("\0") if (ROOT / name).is_file()]
-    large = {path.name: path.stat().st_size for path in paths if path.stat().st_size > 1 << 20}
-    assert [*large] == ["superglue-sift.safetensors"] and max(large.values()) < 8e6

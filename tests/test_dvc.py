@@ -5,16 +5,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-import import_closure
+import pytest
 from reading import read_yaml
 
 from pipeline.params import Params
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE = read_yaml(ROOT / "dvc.yaml")
-# The MLflow run that metrics are added to, another in every clone and after each training;
-# downloads, which a clone that pulls need not have.
-NAMED_ONLY = ("reports/train/log.jsonl", "data/archives")
+# The MLflow run that metrics are added to, another in every clone and after each training
+NAMED_ONLY = ("reports/train/log.jsonl",)
+# Keys of other sections by which a stage only refuses to go on, or names a run. Those of `run`
+# that decide a training have a test of their own (test_params.py).
+CHANGE_NO_OUTPUT = {
+    "fetch": {"train.init_from", "run.allow_training_images"},
+    "train": {"fetch", "run"},
+    "evaluate": {"keypoints.extractor"},
+}
 
 
 def left_by(stage):
@@ -25,29 +31,22 @@ def left_by(stage):
     return left
 
 
-def test_dependencies_hold_every_file_that_can_change_an_output():
-    lines = import_closure.differences(TREE)
-    assert not lines, "dvc.yaml differs from the imports of its stages: " + "; ".join(lines)
-
-
-def test_a_missing_and_a_useless_dependency_are_named():
-    stages = {
-        "train": {**TREE["stages"]["train"], "deps": ["data/keypoints", "pipeline/presets.py"]}
-    }
-    lines = import_closure.differences({"stages": stages})
-    assert "train: deps lack pipeline/train/trainer.py" in lines
-    assert "train: deps hold pipeline/presets.py, of which nothing can change the output" in lines
-    # What lists, names and tables hold is read and written by it
-    assert "train: deps lack superglue_sift/files.py" in lines
-    assert not [line for line in lines if "progress" in line or "tracking" in line]
-
-
-def test_a_module_by_which_a_stage_only_prints_is_no_dependency_of_that_stage_alone():
-    for name, stage in TREE["stages"].items():
-        deps = [path for path in stage["deps"] if path != "pipeline/provenance.py"]
-        lines = import_closure.differences({"stages": {name: {**stage, "deps": deps}}})
-        named = f"{name}: deps lack pipeline/provenance.py" in lines
-        assert named == (name not in ("fetch", "keypoints")), name
+@pytest.mark.parametrize("name", TREE["stages"])
+def test_every_key_that_a_stage_reads_is_listed(name):
+    """DVC repeats no stage after a change of a key that dvc.yaml does not list."""
+    package = ROOT / "pipeline" / name
+    text = "".join(
+        path.read_text()
+        for path in [*package.glob("*.py"), package.with_suffix(".py")]
+        if path.exists()
+    )
+    # For example `sections.train.lr` and `params.load(path).train`
+    chains = re.findall(r"(?:sections|load\(\S+\))\.([a-z_]+(?:\.[a-z_]+)?)", text)
+    read = {key for key in chains if key.split(".")[0] in Params.model_fields}
+    read |= {"train.precision"} if "params.is_portable(" in text else set()
+    assert read or name == "export"
+    listed = {*TREE["stages"][name]["params"], *CHANGE_NO_OUTPUT.get(name, ())}
+    assert {key for key in read if not {key, key.split(".")[0]} & listed} == set()
 
 
 def test_paths_on_the_command_line_are_those_declared():
