@@ -36,18 +36,26 @@ def read_frames(
 
     Yields:
         The number of the frame in the video, and its pixels (H, W, 3) uint8 BGR.
+
+    Raises:
+        SystemExit: If the video cannot be opened, or ends before the length that it states.
     """
     capture = cv2.VideoCapture(int(source) if source.isdecimal() else source)
     if not capture.isOpened():
         raise SystemExit(f"error: {source}: OpenCV cannot open it as a video or a camera")
+    frame_count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))  # 0 or less of a camera
     numbers = itertools.count() if max_frames is None else range(max_frames * every)
     for number in numbers:
         if not capture.grab():
+            if number < frame_count:
+                ending = f"ends at frame {number} of {frame_count}; the file may be damaged"
+                raise SystemExit(f"error: {source}: {ending}")
             return
         if number % every == 0:
             is_decoded, frame = capture.retrieve()
-            if is_decoded:
-                yield number, frame
+            if not is_decoded:
+                raise SystemExit(f"error: {source}: frame {number} is damaged")
+            yield number, frame
 
 
 def main() -> None:
@@ -59,6 +67,8 @@ def main() -> None:
     parser.add_argument("--frames", type=int, help="use at most N frames")
     parser.add_argument("--model", help="model file (default: the shipped weights)")
     args = parser.parse_args()
+    if args.every < 1:
+        parser.error("--every: must be 1 or more")
     matcher = Matcher.load(args.model)
     previous = None
     for number, frame in read_frames(args.source, args.every, args.frames):

@@ -24,16 +24,16 @@ def run(root, model, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".jpg", ".gif"])
-def test_the_first_photograph_lies_on_the_second(run, photo, tmp_path, ending):
+def test_the_first_photograph_is_warped_onto_the_second(run, photo, ending):
     second = cv2.warpPerspective(photo, TURN, photo.shape[::-1])
     cv2.imwrite("a.png", photo)
     cv2.imwrite("b.png", second)
     run("overlay", "a.png", "b.png", f"m{ending}")
     with Image.open(f"m{ending}") as image:
         assert getattr(image, "n_frames", 1) == (2 if ending == ".gif" else 1)
-        seen = np.asarray(image.convert("L")).astype(int)
+        overlay = np.asarray(image.convert("L")).astype(int)
     middle = np.s_[100:-100, 150:-150]  # which both photographs cover
-    assert np.abs(seen[middle] - second[middle]).mean() < 8
+    assert np.abs(overlay[middle] - second[middle]).mean() < 8
 
 
 def test_without_a_homography_there_is_no_overlay(run, photo):
@@ -44,24 +44,42 @@ def test_without_a_homography_there_is_no_overlay(run, photo):
 
 
 def test_a_missing_photograph_is_one_line(run):
-    with pytest.raises(SystemExit, match="error: nowhere"):
+    with pytest.raises(SystemExit, match="nowhere"):
         run("overlay", "nowhere.png", "b.png", "m.jpg")
 
 
-def test_frames_of_a_video_move_as_the_camera_did(run, photo, tmp_path, capsys):
-    codec = cv2.VideoWriter_fourcc(*"MJPG")
-    writer = cv2.VideoWriter("walk.avi", codec, 10, photo.shape[::-1])
+@pytest.fixture
+def video(photo, tmp_path):
+    """The bytes of a video of six frames, each moved by 10 px."""
+    path = tmp_path / "video.avi"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 10, photo.shape[::-1])
     if not writer.isOpened():
         pytest.skip("this OpenCV writes no video")
     for number in range(6):
         writer.write(cv2.cvtColor(np.roll(photo, 10 * number, axis=1), cv2.COLOR_GRAY2BGR))
     writer.release()
-    run("video", "walk.avi", "found", "--every", 2)
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in said] == ["frame 2", "frame 4"]
-    for line in said:
-        moved = line[line.index("[") + 1 : line.index("]")].split()
-        np.testing.assert_allclose(np.array(moved, float), [20, 0], atol=0.5)
-    assert len(list((tmp_path / "found").iterdir())) == 2
-    with pytest.raises(SystemExit, match="nowhere: OpenCV cannot open it"):
-        run("video", "nowhere", "found")
+    return path.read_bytes()
+
+
+def test_frames_of_a_video_move_as_the_camera_did(run, video, tmp_path, capsys):
+    (tmp_path / "walk.avi").write_bytes(video)
+    run("video", "walk.avi", "pictures", "--every", 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["frame 2", "frame 4"]
+    for line in lines:
+        shift = line[line.index("[") + 1 : line.index("]")].split()
+        np.testing.assert_allclose(np.array(shift, float), [20, 0], atol=0.5)
+    assert len(list((tmp_path / "pictures").iterdir())) == 2
+
+
+@pytest.mark.parametrize("length", [0, 0.6])
+def test_a_damaged_video_is_named(run, video, tmp_path, length):
+    (tmp_path / "walk.avi").write_bytes(video[: int(length * len(video))])
+    with pytest.raises(SystemExit, match=r"walk\.avi"):
+        run("video", "walk.avi", "pictures")
+
+
+def test_every_zeroth_frame_is_an_error_of_the_option(run, capsys):
+    with pytest.raises(SystemExit):
+        run("video", "walk.avi", "pictures", "--every", 0)
+    assert "--every" in capsys.readouterr().err

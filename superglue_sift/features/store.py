@@ -84,6 +84,8 @@ class FeatureStore:
             f" {extractor.name}{extractor.code} {extractor.dtype.descr}"
         )
         self._digests: Dict[PhotoFile, str] = {}
+        # Pixels of photographs whose features were extracted, until `_pixels` takes them
+        self._extracted_pixels: Dict[PhotoFile, np.ndarray] = {}
         # Memory holds the last ones. `prepare` alone fills only the disk.
         self._features = functools.lru_cache(MAX_FEATURES)(self.prepare)
         self._pixels = functools.lru_cache(MAX_GRAYS)(self._read_pixels)
@@ -126,6 +128,8 @@ class FeatureStore:
         if features is not None:
             return features
         features = self.matcher.extract_file(content, str(photo.path), mask)
+        if features.gray is not None and len(self._extracted_pixels) < MAX_GRAYS:
+            self._extracted_pixels[photo] = features.gray
         # A file has no pixels, since they would take most of its space.
         buffer = io.BytesIO()
         np.savez(buffer, **{name: getattr(features, name) for name in ARRAYS})
@@ -161,7 +165,9 @@ class FeatureStore:
         return features._replace(frame=self.matcher.frame, turned=int(arrays["turned"]))
 
     def _read_pixels(self, photo: PhotoFile) -> np.ndarray:
-        """Read the gray pixels (H, W) uint8 for refinement, reduced as in `extract_features`."""
+        """Return the gray pixels (H, W) uint8 for refinement, reduced as in `extract_features`."""
+        if photo in self._extracted_pixels:
+            return self._extracted_pixels.pop(photo)
         content, _ = self._read(photo)
         gray = decode_gray(content, str(photo.path), self.matcher.frame)
         return reduce_image(gray, REFINED_AT * self.matcher.resize)
