@@ -1,4 +1,4 @@
-"""Load params.yaml, and check the types and limits of its keys. The first error is one line.
+"""Load params.yaml, and check the types and limits of its keys.
 
 `presets/sample.yaml` explains each key. A key has no default, so that DVC sees every value that a
 result depends on. All sections are checked, so that a misspelt key of the last stage is reported
@@ -8,15 +8,13 @@ before the first stage runs.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
-import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Dict, List, Literal, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pipeline.errors import RequestError, spell_command
+from pipeline.errors import RequestError
 from superglue_sift import environment
 from superglue_sift.errors import Parser
 
@@ -281,8 +279,7 @@ def load(path: Path) -> Params:
     """Read and check a file of parameters.
 
     Raises:
-        RequestError: If the file cannot be read, or if a key or a value is wrong. The message is
-            about the first error.
+        RequestError: If the file cannot be read, or if a key or a value is wrong.
     """
     return parse(_read(path), str(path))
 
@@ -335,23 +332,20 @@ def parse(tree: Any, origin: str) -> Params:
         origin: the name of the file in messages.
 
     Raises:
-        RequestError: If a key or a value is wrong. The message is about the first error.
+        RequestError: If keys or values are wrong. The line has pydantic's message for each key.
     """
-    if not isinstance(tree, dict):
-        raise RequestError(f"{origin}: must have the sections {', '.join(Params.model_fields)}")
     try:
-        return Params.model_validate(_add_views(tree))
+        return Params.model_validate(_add_views(tree) if isinstance(tree, dict) else tree)
     except ValidationError as error:
-        # A misspelt key comes first, because it explains why the right key is missing. A missing
-        # section comes next, because other keys are then missing, too.
-        first = min(
-            error.errors(),
-            key=lambda item: (
-                item["type"] != "extra_forbidden",
-                item["type"] != "missing" or len(item["loc"]) > 1,
-            ),
-        )
-        raise RequestError(f"{origin}: {_describe_error(first)}") from None
+        text = "; ".join(map(_describe_error, error.errors()))
+        raise RequestError(f"{origin}: {' '.join(text.split())}") from None  # Keys may have breaks
+
+
+def _describe_error(error: Any) -> str:
+    """Return the key, its value unless that is a section, and pydantic's message."""
+    key = ".".join(map(str, error["loc"]))
+    value = "" if isinstance(error["input"], dict) else f" = {error['input']!r}"
+    return f"{key}{value}: {error['msg']}" if key else error["msg"]
 
 
 def _add_views(tree: Dict[Any, Any]) -> Dict[Any, Any]:
@@ -389,39 +383,6 @@ def _read(path: Path) -> Any:
 
     try:
         return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RequestError(
-            f"{path}: no such file; `{spell_command('repro', preset='sample')}` writes one"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: cannot be read: {error}") from None
-    except YAMLError as error:
-        reason = " ".join(str(error).split())  # It has the line and its text
-        raise RequestError(f"{path}: is not valid YAML: {reason}") from None
-
-
-def _describe_error(error: Any) -> str:
-    """Describe one pydantic error in a line, such as `train.lr = -1: must be greater than 0`."""
-    path = error["loc"]
-    key = " ".join(".".join(map(str, path)).split())  # A key may have line breaks
-    # The text of a validator of this file begins with a key.
-    if error["type"] == "value_error":
-        return f"{key}.{error['ctx']['error']}".lstrip(".")
-    # A key is missing or unknown.
-    if error["type"] == "missing" and len(path) == 1:
-        return f"{key} is missing; `{spell_command('repro', preset='NAME')}` writes a whole file"
-    if error["type"] == "missing":
-        return f"{key} is missing; copy it from presets/sample.yaml"
-    if error["type"] == "extra_forbidden":
-        # Look for a similar key in that section.
-        section: Any = Params
-        for name in path[:-1]:
-            section = section.model_fields[name].annotation
-        keys = list(section.model_fields)
-        similar_keys = difflib.get_close_matches(str(path[-1]), keys, n=1, cutoff=0.5)
-        return f"{key}: unknown key; did you mean {' or '.join(similar_keys or keys)}?"
-    # A value is wrong, and pydantic's message has the rule.
-    rule = re.sub("^(Input|String) should", "must", error["msg"])
-    if error["type"] == "model_type":
-        rule = "must hold keys with values"
-    return f"{key} = {reprlib.repr(error['input'])}: {rule}"
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        reason = " ".join(str(error).split())  # YAML's has the line and its text
+        raise RequestError(f"{path}: cannot be read: {reason}") from None

@@ -43,11 +43,7 @@ def test_options_of_one_node_and_of_several(monkeypatch):
     ("ask", "variables", "said"),
     [
         (lambda: launch.main(["pipeline.export"]), {}, "'pipeline.export' cannot be launched"),
-        (
-            lambda: launch.main(["pipeline.train", "--params", "none.yaml"]),
-            {},
-            "none.yaml: no such file",
-        ),
+        (lambda: launch.main(["pipeline.train", "--params", "none.yaml"]), {}, "none.yaml: "),
         (
             launch.count_processes_per_node,
             {"NPROC_PER_NODE": "0"},

@@ -28,62 +28,43 @@ def tree():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "key"),
     [
-        ({"train.lr": -1}, "train.lr = -1: must be greater than 0"),
-        ({"train.lr": "1e-4"}, "train.lr = '1e-4': must be a valid number"),
-        ({"train.lr": float("nan")}, "train.lr = nan: must be a finite number"),
-        ({"train.batch": True}, "train.batch = True: must be a valid integer"),
-        ({"train.norm": "group"}, "train.norm = 'group': must be 'layer' or 'batch'"),
-        ({"train.heads": 3}, "train.heads = 3: must divide dim ("),
-        ({"train.max_keypoints": 16384}, "train.max_keypoints = 16384: must be at most keypoints."),
-        ({"keypoints.width": 321}, "keypoints.width = 321: must be a multiple of 8"),
-        ({"keypoints.extractor": "../x"}, "keypoints.extractor = '../x': must match pattern "),
-        ({"fetch.source": "folder"}, "fetch.path = '': must name the folder of images when source"),
-        ({"fetch.path": "own"}, "fetch.path = 'own': has no effect when source is 'sample'"),
-        ({"fetch.root": "own"}, "fetch.root = 'own': has no effect when source is 'sample'"),
-        (
-            {"run.checkpoint_layers": True, "train.norm": "batch"},
-            "run.checkpoint_layers = true: needs train.norm: layer",
-        ),
+        # a limit, a type, a choice, a pattern
+        ({"train.lr": -1}, "train.lr = -1: "),
+        ({"train.lr": "1e-4"}, "train.lr = '1e-4': "),
+        ({"train.batch": True}, "train.batch = True: "),
+        ({"train.norm": "group"}, "train.norm = 'group': "),
+        ({"keypoints.extractor": "../x"}, "keypoints.extractor = '../x': "),
+        # keys of one section, and of two, that do not fit each other
+        ({"train.heads": 3}, "heads = 3"),
+        ({"train.max_keypoints": 16384}, "train.max_keypoints = 16384"),
+        ({"fetch.source": "folder"}, "path = ''"),
+        ({"fetch.path": "own"}, "path = 'own'"),
+        ({"run.checkpoint_layers": True, "train.norm": "batch"}, "run.checkpoint_layers"),
+        ({"run.compile": True}, "run.compile"),
         # values that another key makes useless
-        ({"train.warmup_steps": 201}, "train.warmup_steps = 201: must be at most steps (200)"),
-        ({"train.average": 201}, "train.average = 201: must be at most steps (200)"),
-        ({"train.min_keypoints": 257}, "train.min_keypoints = 257: must be at most max_keypoints"),
-        (
-            {"train.schedule": "wsd", "train.decay_start": 200},
-            "train.decay_start = 200: must be below steps (200) when schedule is 'wsd'",
-        ),
-        (
-            {"train.schedule": "wsd", "train.decay_start": 9},
-            "train.decay_start = 9: must be at least warmup_steps (10)",
-        ),
-        (
-            {"train.schedule": "constant_decay", "train.decay_start": 9},
-            "train.decay_start = 9: must be at least warmup_steps (10)",
-        ),
-        ({"train.zoom_far": 0.5}, "train.zoom_far = 0.5: has no effect when zoom is 0"),
-        ({"run.compile": True}, "run.compile = true: compiles for this processor"),
-        ({"views.homography": 3}, "views.homography = 3: must hold keys with values"),
-        ({"views.homography.tilt_deg": "wide"}, "views.homography.tilt_deg = 'wide': must be a"),
-        ({"train": None}, "train = None: must hold keys with values"),
-        # keys that are unknown or missing
-        ({"train.lrr": 1}, "train.lrr: unknown key; did you mean lr?"),
-        ({"views.homography.tilt": 1}, "views.homography.tilt: unknown key; did you mean tilt_deg"),
-        ({"trian": {}}, "trian: unknown key; did you mean train?"),
-        ({"train.lr": ...}, "train.lr is missing; copy it from presets/sample.yaml"),
+        ({"train.warmup_steps": 201}, "warmup_steps = 201"),
+        ({"train.schedule": "wsd", "train.decay_start": 200}, "decay_start = 200"),
+        ({"train.schedule": "constant_decay", "train.decay_start": 9}, "decay_start = 9"),
+        ({"train.zoom_far": 0.5}, "zoom_far = 0.5"),
+        # no section, an unknown key, a missing key
+        ({"train": None}, "train = None: "),
+        ({"views.homography.tilt": 1}, "views.homography.tilt = 1: "),
+        ({"train.lr": ...}, "train.lr: "),
     ],
 )
-def test_a_wrong_key_or_value_is_named_with_the_rule(tree, changes, said):
+def test_a_wrong_key_or_value_is_named(tree, changes, key):
     for name, value in changes.items():
-        *path, key = name.split(".")
+        *path, last = name.split(".")
         section = functools.reduce(dict.get, path, tree)
-        section[key] = value
+        section[last] = value
         if value is ...:
-            del section[key]
+            del section[last]
     with pytest.raises(RequestError) as caught:
         params.parse(tree, "params.yaml")
-    assert str(caught.value).startswith(f"params.yaml: {said}") and "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert message.startswith("params.yaml: ") and key in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -105,28 +86,14 @@ def test_values_at_their_limits_are_accepted(tree, changes):
     params.parse(tree, "params.yaml")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("train: [", "is not valid YAML"),
-        ("train:\n  lr: 1\n  lr: 2\n", "line 3"),
-        ("", "must have the sections"),
-        ("keypoints: {}\n", "fetch is missing; `make repro PRESET=NAME` writes a whole file"),
-        ("fetch: {source: coco2017}\n", "views is missing"),
-    ],
-)
-def test_a_broken_file_is_one_line(tmp_path, text, said):
+@pytest.mark.parametrize("text", ["train: [", "train:\n  lr: 1\n  lr: 2\n", "", None])
+def test_a_file_that_is_broken_or_missing_is_named(tmp_path, text):
     path = tmp_path / "params.yaml"
-    path.write_text(text)
-    with pytest.raises(RequestError, match=f"^[^\\n]*{said}[^\\n]*$"):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RequestError) as caught:
         params.load(path)
-
-
-def test_a_missing_file_names_the_fix(tmp_path):
-    with pytest.raises(RequestError, match="no such file; `make repro PRESET=sample` writes one"):
-        params.load(tmp_path / "params.yaml")
-    with pytest.raises(RequestError, match="cannot be read"):
-        params.load(tmp_path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 
 @given(
