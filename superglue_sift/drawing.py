@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 from superglue_sift.errors import RequestError
 from superglue_sift.features.images import reduce_image
 from superglue_sift.files import FileName, write_atomic
-from superglue_sift.geometry.two_view import Size, map_to_reduced, transform
+from superglue_sift.geometry.two_view import Size, map_to_resized, transform
 
 RED = (40, 40, 240)  # BGR
 DARK = (40, 40, 40)
@@ -242,12 +242,15 @@ def draw_panels(
         (H, W, 3) uint8 BGR.
     """
     small0, small1 = (reduce_image(image, SIDE) for image in (image0, image1))
-    to0, to1 = (map_to_reduced(image.shape[1::-1], SIDE) for image in (image0, image1))
+    to_small0, to_small1 = (
+        map_to_resized(image.shape[1::-1], small.shape[1::-1])
+        for image, small in ((image0, small0), (image1, small1))
+    )
     rows: List[np.ndarray] = []
     for panel in panels:
         canvas = join_images(small0, small1)
-        points0 = transform(panel.points0, to0)
-        points1 = transform(panel.points1, to1)
+        points0 = transform(panel.points0, to_small0)
+        points1 = transform(panel.points1, to_small1)
         draw_lines(canvas, replace(panel, points0=points0, points1=points1), small0.shape[1::-1])
         rows += [draw_text_bar(canvas.shape[1], panel.heading), canvas]
     rows.append(draw_text_bar(rows[0].shape[1], write_legend(panels)))

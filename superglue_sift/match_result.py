@@ -1,15 +1,13 @@
 """Hold the matches of two images, fit geometries to them, and draw them.
 
-Positions are in pixels of the files. Geometries are fitted in pixels of images reduced to
-`two_view.REFERENCE_PX`, because the maximum distances of inliers were chosen at this size
-(`MatchResult._reduce_matches`). Then they are converted back.
+Positions are in pixels of the files. The limits of inliers were chosen in images of about
+`two_view.REFERENCE_PX`, and are multiplied for larger files (`two_view.reduction_factor`).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -17,9 +15,13 @@ from superglue_sift.drawing import Panel, Picture, draw_panels, write_legend
 from superglue_sift.errors import RequestError
 from superglue_sift.features.features import Features, Image, load_photo
 from superglue_sift.features.images import STORED, UPRIGHT, Photo
-from superglue_sift.features.sift import positions
 from superglue_sift.geometry import refinement, two_view
-from superglue_sift.geometry.pose import POSE_PX, Pose, estimate_relative_pose
+from superglue_sift.geometry.pose import (
+    MIN_ESSENTIAL,
+    POSE_PX,
+    ROTATION_SAMPLE,
+    estimate_relative_pose,
+)
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.matches import Matches
 
@@ -29,6 +31,39 @@ REFINED = ("refined0", "refined1", "deviations", "correlations")
 # A match is an inlier of a homography or a fundamental matrix up to this distance, in pixels of an
 # image reduced to `two_view.REFERENCE_PX`.
 FIT_PX = 3.0
+
+
+class Fit(NamedTuple):
+    """A homography or fundamental matrix that was fitted robustly to K matches.
+
+    Attributes:
+        model: (3, 3) float64, or None.
+        inliers: (K,) bool.
+        supported: whether most matches agree with the model, and more than by chance.
+    """
+
+    model: Optional[np.ndarray]
+    inliers: np.ndarray
+    supported: bool
+
+
+class Pose(NamedTuple):
+    """Pose of camera 1 relative to camera 0: x1 = R x0 + s t. The scale s is not known.
+
+    If t is None and R is not, the matches show no parallax: a camera that only rotates explains
+    them, so the direction in which it moved cannot be known, and no depth either.
+
+    Attributes:
+        R: (3, 3) rotation, or None.
+        t: (3,) of length 1, or None.
+        inliers: (K,) bool.
+        supported: whether most matches agree with the pose, and more than by chance.
+    """
+
+    R: Optional[np.ndarray]
+    t: Optional[np.ndarray]
+    inliers: np.ndarray
+    supported: bool
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -192,25 +227,25 @@ class MatchResult:
         Returns:
             The refined result, or this one if the features have no pixels.
         """
-        gray0 = features0.gray
-        gray1 = features1.gray
-        if gray0 is None or gray1 is None:
+        if features0.gray is None or features1.gray is None:
             return self
-        # Convert from pixels of the files to the gray pixels, which may be reduced.
-        gray_features0 = features0.resize(gray0.shape[::-1])
-        gray_features1 = features1.resize(gray1.shape[::-1])
         index0, index1 = self.matches.T
-        records0 = gray_features0.records[index0]
-        records1 = gray_features1.records[index1]
-        points1, *quality = refinement.refine(gray0, gray1, records0, records1, device)
-        points0 = positions(records0)
-        if (features0.size, features1.size) != (gray_features0.size, gray_features1.size):
-            # Convert shifts and deviations back to pixels of the files.
-            factor = np.float32(max(features1.size) / max(gray_features1.size))
-            points0 = self.keypoints0[index0]
-            points1 = self.keypoints1[index1] + (points1 - positions(records1)) * factor
-            quality[0] = quality[0] * factor
-        return replace(self, **dict(zip(REFINED, (points0, points1, *quality))))
+        refined0 = self.keypoints0[index0]
+        refined1, deviations, correlations = refinement.refine(
+            (features0.gray, features1.gray),
+            (refined0, self.keypoints1[index1]),
+            (features0.records["scale"][index0], features1.records["scale"][index1]),
+            (features0.records["angle"][index0], features1.records["angle"][index1]),
+            (self.size0, self.size1),
+            device,
+        )
+        return replace(
+            self,
+            refined0=refined0,
+            refined1=refined1,
+            deviations=deviations,
+            correlations=correlations,
+        )
 
     @property
     def accepted(self) -> bool:
@@ -221,7 +256,7 @@ class MatchResult:
         """
         return self.pair_score is None or len(self.matches) > 0
 
-    def homography(self, threshold_px: Optional[float] = None) -> two_view.Fit:
+    def homography(self, threshold_px: Optional[float] = None) -> Fit:
         """Fit a robust homography from pixels of image 0 to image 1 (`two_view.fit_homography`).
 
         Args:
@@ -246,7 +281,7 @@ class MatchResult:
         """
         return self._fit("homography", threshold_px)
 
-    def fundamental(self, threshold_px: Optional[float] = None) -> two_view.Fit:
+    def fundamental(self, threshold_px: Optional[float] = None) -> Fit:
         """Fit a robust fundamental matrix F, x1^T F x0 = 0 (`two_view.fit_fundamental`).
 
         Args:
@@ -272,37 +307,31 @@ class MatchResult:
         """
         return self._fit("fundamental", threshold_px)
 
-    def _fit(self, name: str, threshold_px: Optional[float]) -> two_view.Fit:
+    def _fit(self, name: str, threshold_px: Optional[float]) -> Fit:
         """Fit a model once for each threshold, since a result does not change."""
         if (name, threshold_px) in self._fits:
             return self._fits[name, threshold_px]
-        # Fit in pixels of reduced images, for which limits were chosen, and convert the model back.
-        to0, to1, points0, points1 = self._reduce_matches()
-        factor = to1[0, 0]
-        limit = FIT_PX if threshold_px is None else threshold_px * factor
-        width, height = (side * factor for side in self.size1)
-        if name == "homography":
-            deviations = None if self.deviations is None else self.deviations * factor
-            model, inliers = two_view.fit_homography(points0, points1, limit, deviations)
-            if model is not None:
-                model = two_view.compose(two_view.inverse(to1), model, to0)
-            # A wrong match is an inlier in a disk around its mapped keypoint.
-            inlier_area = math.pi * limit**2
-            sample = two_view.MIN_POINTS
-        else:
-            model, inliers = two_view.fit_fundamental(points0, points1, limit)
-            if model is not None:
-                model = to1.T @ model @ to0
-            # A wrong match is an inlier in a band along its epipolar line, which is at most a
-            # diagonal long.
-            inlier_area = 2 * limit * math.hypot(width, height)
+        factors = self._limit_factors
+        limit = FIT_PX if threshold_px is None else threshold_px / factors[1]
+        points = self.points0.astype(np.float64), self.points1.astype(np.float64)
+        is_line = name == "fundamental"
+        if is_line:
             sample = two_view.FUNDAMENTAL_SAMPLE
-        # A wrong match lies anywhere in image 1 with equal probability.
-        chance = min(inlier_area / (width * height), 0.5)
-        digits = two_view.significance(len(inliers), int(inliers.sum()), chance, sample)
-        fit = two_view.Fit(model, inliers, digits)
+            model, inliers = two_view.fit_fundamental(*points, limit, factors)
+        else:
+            sample = two_view.MIN_POINTS
+            model, inliers = two_view.fit_homography(*points, limit, self.deviations, factors[1])
+        limit *= factors[1]
+        supported = two_view.is_supported(inliers, limit, self.size1, sample, is_line)
+        fit = Fit(model, inliers, supported)
         self._fits[name, threshold_px] = fit
         return fit
+
+    @property
+    def _limit_factors(self) -> Tuple[float, float]:
+        """Return px of each file per px of the image for which limits were chosen."""
+        factor0, factor1 = map(two_view.reduction_factor, (self.size0, self.size1))
+        return factor0, factor1
 
     def relative_pose(
         self, K0: np.ndarray, K1: np.ndarray, threshold_px: Optional[float] = None
@@ -335,22 +364,28 @@ class MatchResult:
             >>> bool(np.allclose(pose.t, [-1, 0, 0], atol=1e-3))  # its length is not known
             True
         """
-        to0, to1, points0, points1 = self._reduce_matches()
-        limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
-        return estimate_relative_pose(points0, points1, to0 @ K0, to1 @ K1, limit)
+        K0, K1 = (np.asarray(K, np.float64) for K in (K0, K1))
+        points = self.points0.astype(np.float64), self.points1.astype(np.float64)
+        factors = self._limit_factors
+        limit = POSE_PX if threshold_px is None else threshold_px / factors[1]
+        R, t, inliers = estimate_relative_pose(*points, K0, K1, limit, factors)
+        if R is None:
+            return Pose(R, t, inliers, False)
+        # Supported are poses whose homography, or fundamental matrix, is supported.
+        if t is None:
+            H = K1 @ R @ np.linalg.inv(K0)
+            distances = np.linalg.norm(two_view.transform(points[0], H) - points[1], axis=1)
+            is_near = distances <= FIT_PX * factors[1]
+        else:
+            E = np.cross(np.eye(3), t) @ R
+            F = np.linalg.inv(K1).T @ E @ np.linalg.inv(K0)
+            is_near = two_view.epipolar_distances(F, *points, factors) <= FIT_PX
+        sample = ROTATION_SAMPLE if t is None else MIN_ESSENTIAL
+        limit = FIT_PX * factors[1]
+        supported = two_view.is_supported(is_near, limit, self.size1, sample, t is not None)
+        return Pose(R, t, inliers, supported)
 
-    def _reduce_matches(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Convert the matches to pixels of images reduced to `two_view.REFERENCE_PX`.
-
-        Returns:
-            The maps (3, 3) from pixels of both files, and the matched points (K, 2) float64.
-        """
-        to0, to1 = map(two_view.map_to_reduced, (self.size0, self.size1))
-        points0 = two_view.transform(self.points0, to0)
-        points1 = two_view.transform(self.points1, to1)
-        return to0, to1, points0, points1
-
-    def fits(self) -> Dict[str, two_view.Fit]:
+    def fits(self) -> Dict[str, Fit]:
         """Return the robust homography and fundamental matrix, by name."""
         return {"homography": self.homography(), "fundamental": self.fundamental()}
 

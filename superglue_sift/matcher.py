@@ -47,10 +47,9 @@ from superglue_sift.features import nearest
 from superglue_sift.features.extractors import SIFT, Extractor, descriptor_kind, load_extractor
 from superglue_sift.features.features import Features, Image, extract_features, load_mask, to_gray
 from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode_photo, read_bytes
-from superglue_sift.features.sift import positions
 from superglue_sift.files import FileName, compute_file_sha256, compute_json_digest
-from superglue_sift.geometry import verification
-from superglue_sift.geometry.verification import add_guided_matches
+from superglue_sift.geometry.verification import Factors
+from superglue_sift.guided import add_guided_matches
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
@@ -64,16 +63,12 @@ from superglue_sift.network.weights import (
     load_model,
     read_match_threshold,
 )
+from superglue_sift.scene import SIZES, SKIPPED, Rules, verify_pair, verify_ratio_matches
 from superglue_sift.torch_compat import describe_missing_compiler
 
 MAX_KEYPOINTS = 4096
 NETWORK_KEYPOINTS = 1024
 RESIZE = 1024  # Longer side in px to which images are reduced
-SIZES_OF_SCENES = {
-    "max_keypoints": verification.MAX_KEYPOINTS,
-    "network_keypoints": verification.NETWORK_KEYPOINTS,
-    "resize": verification.RESIZE,
-}
 # Attributes that may be set after loading. A pickle keeps them.
 SETTINGS = (
     "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "rules", "frame",
@@ -106,7 +101,7 @@ class Matcher:
             scene has many matches, and takes the positions on which all pairs agree
             (`tracks.refine_tracks`).
         rules: rules for images of one scene, of which not every two overlap. Each pair is first
-            accepted or rejected, then matches of all keypoints are added (`verification`). If None,
+            accepted or rejected, then matches of all keypoints are added (`scene`). If None,
             match any images.
         frame: the frame of coordinates. "upright" is rotated according to EXIF, as by `cv2.imread`
             and browsers. "stored" is not rotated, as in COLMAP (see `images`).
@@ -126,7 +121,7 @@ class Matcher:
     threshold: float = THRESHOLD
     extractor: Optional[Extractor] = dataclasses.field(default=SIFT, repr=False)
     refine: Optional[bool] = None
-    rules: Optional[verification.Rules] = None
+    rules: Optional[Rules] = None
     frame: str = UPRIGHT
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     weights_sha256: str = dataclasses.field(default="", repr=False)
@@ -181,7 +176,7 @@ class Matcher:
             refine: see the class. If None, positions are refined without `scene` only.
             scene: whether the images show one scene.
             frame: "upright" or "stored", see the class.
-            accept, min_matches: settings of `verification.Rules`, with `scene` only.
+            accept, min_matches: settings of `scene.Rules`, with `scene` only.
 
         Raises:
             RequestError: If the file cannot be loaded, or a setting is wrong.
@@ -204,7 +199,7 @@ class Matcher:
         return cls(
             network,
             device,
-            **{**(SIZES_OF_SCENES if scene else {}), **sizes},
+            **{**(SIZES if scene else {}), **sizes},
             threshold=read_match_threshold(info) if threshold is None else threshold,
             extractor=_choose_extractor(model.config.extractor, extractor),
             refine=refine,
@@ -483,7 +478,7 @@ class Matcher:
 
         Nearest neighbours select the keypoints of each pair that the network gets. The network
         matches these, and matches of other keypoints are added where the network's matches lead to
-        them. In a scene, the pair is verified in between (`verification.match_one_place`).
+        them. In a scene, the pair is verified in between (`scene.verify_pair`).
 
         Args:
             batch: features of both images of each pair. The network takes all pairs at once.
@@ -502,22 +497,31 @@ class Matcher:
         if self.rules is not None:
             return self._match_scene(batch, self.rules)
         results: List[Tuple[Matches, Optional[float]]] = []
-        for pair, network_matches, mutual_matches, selected in self.match_network(batch):
-            keypoints = _keypoints_of(pair)
+        for pair, (network_matches, mutual_matches, selected) in zip(
+            batch, self.match_network(batch)
+        ):
+            keypoints = pair[0].keypoints, pair[1].keypoints
+            factors = self.get_limit_factors(pair)
             matches = add_guided_matches(
-                network_matches, mutual_matches, selected, keypoints, self.threshold
+                network_matches, mutual_matches, selected, keypoints, factors, self.threshold
             )
             results.append((matches, None))
         return results
 
+    def get_limit_factors(self, pair: Tuple[Features, Features]) -> Factors:
+        """Return px of each file per px of the image that SIFT saw."""
+        factor0, factor1 = (
+            max(features.size) / max(features.as_detected(self.resize).size) for features in pair
+        )
+        return factor0, factor1
+
     def match_network(
         self, batch: Sequence[Tuple[Features, Features]]
-    ) -> List[Tuple[Pair, Matches, Matches, Tuple[np.ndarray, np.ndarray]]]:
+    ) -> List[Tuple[Matches, Matches, Tuple[np.ndarray, np.ndarray]]]:
         """Match pairs by the network alone.
 
         Returns:
             For each pair:
-            - all its keypoints, in pixels of the images that SIFT saw,
             - all matches of the network, whatever their scores,
             - the mutual nearest neighbours of all keypoints,
             - the indices (m,) and (n,) of the selected keypoints.
@@ -538,45 +542,34 @@ class Matcher:
         # Threads take turns, since the network uses all cores by itself.
         with self._turn:
             network_matches = match_pairs(self.model, pairs, self.device, selected)
-        return list(zip(pairs, network_matches, mutual_matches, selected))
+        return list(zip(network_matches, mutual_matches, selected))
 
     def _match_scene(
-        self, batch: Sequence[Tuple[Features, Features]], rules: verification.Rules
+        self, batch: Sequence[Tuple[Features, Features]], rules: Rules
     ) -> List[Tuple[Matches, Optional[float]]]:
         """Match pairs of a scene.
 
         The network runs where the ratio test finds something, and then each pair is verified.
         """
-        previews = [verification.preview_pair(pair, self.resize) for pair in batch]
+        factors = [self.get_limit_factors(pair) for pair in batch]
+        first = [verify_ratio_matches(*item) for item in zip(batch, factors)]
         # Leave out pairs with too few ratio matches, and the keypoints of watermarks.
-        likely_pairs = {}
-        for number, ((features0, features1), preview) in enumerate(zip(batch, previews)):
-            count, (unmarked0, unmarked1) = preview
-            if count >= rules.min_matches:
-                likely_pairs[number] = features0.select(unmarked0), features1.select(unmarked1)
-        # Match and verify the likely pairs. The others have no matches.
-        verified: List[Tuple[Matches, Optional[float]]]
-        verified = [(Matches.none(), verification.SKIPPED)] * len(batch)
-        matched = self.match_network(list(likely_pairs.values()))
-        for (number, features), (pair, network_matches, mutual_matches, _) in zip(
-            likely_pairs.items(), matched
-        ):
-            matches, score = verification.match_one_place(
-                features,
-                _keypoints_of(pair),
-                network_matches,
-                mutual_matches,
-                self.threshold,
-                rules.accept,
+        unmarked = {
+            number: (batch[number][0].select(index0), batch[number][1].select(index1))
+            for number, (inliers, (index0, index1)) in enumerate(first)
+            if inliers >= rules.min_matches
+        }
+        # Match and verify the other pairs. Those left out have no matches.
+        results: List[Tuple[Matches, Optional[float]]]
+        results = [(Matches.none(), SKIPPED)] * len(batch)
+        matched = self.match_network(list(unmarked.values()))
+        for (number, pair), (network_matches, mutual_matches, _) in zip(unmarked.items(), matched):
+            matches, score = verify_pair(
+                pair, network_matches, mutual_matches, factors[number], self.threshold, rules.accept
             )
             # Convert to indices of all keypoints.
-            verified[number] = matches.renumber(*previews[number][1]).sort(), score
-        return verified
-
-
-def _keypoints_of(pair: Pair) -> verification.Points:
-    """Return the positions of the keypoints of both images, (M, 2) and (N, 2) px."""
-    return positions(pair.records0), positions(pair.records1)
+            results[number] = matches.renumber(*first[number][1]).sort(), score
+        return results
 
 
 def split_batches(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
@@ -590,7 +583,7 @@ def _drop_none(**settings: Any) -> Dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _make_rules(scene: bool, **settings: Any) -> Optional[verification.Rules]:
+def _make_rules(scene: bool, **settings: Any) -> Optional[Rules]:
     """Return the rules of a scene with these settings, or None without a scene.
 
     Raises:
@@ -598,7 +591,7 @@ def _make_rules(scene: bool, **settings: Any) -> Optional[verification.Rules]:
     """
     if settings and not scene:
         raise RequestError(f"{', '.join(settings)}: only with scene=True")
-    return verification.Rules(**settings) if scene else None
+    return Rules(**settings) if scene else None
 
 
 def _prepare_network(model: SuperGlue, precision: str, compiled: bool) -> SuperGlue:

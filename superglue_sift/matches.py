@@ -47,6 +47,28 @@ class Matches:
         """Return the matches in the order of image 0's keypoints."""
         return self.only(np.argsort(self.indices[:, 0], kind="stable"))
 
+    def join(self, other: Matches) -> Matches:
+        """Join two sets of matches, sorted. A match that is in both has the score of the first."""
+        indices = np.concatenate([self.indices, other.indices])
+        scores = np.concatenate([self.scores, other.scores])
+        # `np.unique` returns the first of equal rows.
+        distinct, rows = np.unique(indices, axis=0, return_index=True)
+        return Matches(distinct, scores[rows])
+
+    def drop_keypoints_of(self, other: Matches) -> Matches:
+        """Drop the matches that share a keypoint with a match of `other`."""
+        is_taken0, is_taken1 = map(np.isin, self.indices.T, other.indices.T)
+        return self.only(~(is_taken0 | is_taken1))
+
+    def get_points(self, keypoints: Tuple[np.ndarray, np.ndarray]) -> Tuple[np.ndarray, np.ndarray]:
+        """Return the positions of the matches in both images, (K, 2) float64 px each.
+
+        Args:
+            keypoints: (M, 2) and (N, 2) px, positions of all keypoints.
+        """
+        index0, index1 = self.indices.T
+        return keypoints[0][index0].astype(np.float64), keypoints[1][index1].astype(np.float64)
+
     def renumber(self, index0: np.ndarray, index1: np.ndarray) -> Matches:
         """Convert matches of selected keypoints to matches of all keypoints.
 

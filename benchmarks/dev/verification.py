@@ -44,13 +44,11 @@ from benchmarks.dev import scenes
 from pipeline import errors
 from pipeline.keypoints.views import distort, make_generator, render, sample_view
 from pipeline.params import Homography, Photometric
-from superglue_sift import Matcher
-from superglue_sift.features import sift
+from superglue_sift import Matcher, scene
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import read_gray
 from superglue_sift.geometry import verification
 from superglue_sift.geometry.two_view import Size, compose, epipolar_distances, inverse, transform
-from superglue_sift.geometry.verification import points_of_matches
 from superglue_sift.progress import Progress
 
 Random = np.random.Generator
@@ -76,7 +74,7 @@ WINDOW = (70, 160)  # px, the smallest and the largest
 PRIOR = 2 / 3  # part of the pairs with a geometry that are right in a collection
 PENALTY = 0.05  # of the squares of the weights, per deviation of the number that is weighed
 LIMITS = (0.5, 0.7, 0.9, 0.95, 0.98)
-EVIDENCE = ["lead", "support"]
+EVIDENCE = ["log_inlier_ratio", "support"]
 
 
 # Made pairs
@@ -249,19 +247,19 @@ def measure_pair(matcher: Matcher, labelled_pair: LabelledPair) -> Tuple[Any, ..
     """Return a row of `measure_pairs`. The evidence is zero for a pair without a geometry."""
     place, kind, pair, measure_errors = labelled_pair
     no_geometry = place, kind, False, 0.0, 0.0
-    classical_matches, indices = verification.preview_pair(pair, matcher.resize)
-    if classical_matches < verification.MIN_MATCHES:
+    factors = matcher.get_limit_factors(pair)
+    inliers, indices = scene.verify_ratio_matches(pair, factors)
+    if inliers < scene.MIN_MATCHES:
         return no_geometry
     features0, features1 = (features.select(rows) for features, rows in zip(pair, indices))
-    batch = matcher.match_network([(features0, features1)])
-    detected, network_matches, mutual_matches, _ = batch[0]
-    points = sift.positions(detected.records0), sift.positions(detected.records1)
-    F, evidence = verification.verify_pair(network_matches, mutual_matches, points)
+    network_matches, mutual_matches, _ = matcher.match_network([(features0, features1)])[0]
+    keypoints = features0.keypoints, features1.keypoints
+    F, evidence = scene.fit_geometry(network_matches, mutual_matches, keypoints, factors)
     if F is None:
         return no_geometry
-    confident = network_matches.above(verification.COUNTED)
-    matches = verification.add_matches_near_lines(F, confident, mutual_matches, points)
-    right = measure_errors(*points_of_matches(points, matches)) < scenes.RIGHT_PX
+    confident = network_matches.above(scene.MIN_CONFIDENCE)
+    matches = scene.add_epipolar_matches(F, confident, mutual_matches, keypoints, factors)
+    right = measure_errors(*matches.get_points(keypoints)) < scenes.RIGHT_PX
     return (place, kind, bool(len(right) and right.mean() > 0.5), *evidence)
 
 

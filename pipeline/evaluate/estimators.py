@@ -252,11 +252,11 @@ def estimate_pose(points: Points, cameras: CameraPair) -> Optional[Motion]:
 
 def estimate_pose_poselib(points: Points, cameras: CameraPair) -> Optional[Motion]:
     """Estimate the pose by PoseLib's LO-RANSAC, as `MatchResult.relative_pose` does."""
-    pose = estimate_relative_pose(points.points0, points.points1, cameras.K0, cameras.K1)
-    if pose.R is None:
+    R, t, _ = estimate_relative_pose(points.points0, points.points1, cameras.K0, cameras.K1)
+    if R is None:
         return None
-    # Without parallax the direction is unknown, which `compute_pose_error` expects as zeros.
-    return pose.R, np.zeros(3) if pose.t is None else pose.t
+    # No parallax: zeros mean an unknown direction.
+    return R, np.zeros(3) if t is None else t
 
 
 # The estimators of a relative pose. Their docstrings are written to protocol.json.

@@ -19,7 +19,6 @@ from pipeline.evaluate.pairs import CameraPair, LabeledPair
 from pipeline.params import EvaluateParams
 from superglue_sift.features import sift
 from superglue_sift.geometry import two_view
-from superglue_sift.geometry.verification import points_of_matches
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair, from_pairs
@@ -65,9 +64,7 @@ def index_true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
 
 def get_matched_points(pair: Pair, matches: Matches) -> Tuple[np.ndarray, np.ndarray]:
     """Return the positions of the matched keypoints in both images, (K, 2) float64 px each."""
-    return points_of_matches(
-        (sift.positions(pair.records0), sift.positions(pair.records1)), matches
-    )
+    return matches.get_points((sift.positions(pair.records0), sift.positions(pair.records1)))
 
 
 def compute_reprojection_errors(

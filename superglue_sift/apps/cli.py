@@ -21,14 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from superglue_sift import __version__
+from superglue_sift import __version__, scene
 from superglue_sift.apps import folder, pairing, results
 from superglue_sift.errors import Parser, RequestError, WorkError, import_extra
 from superglue_sift.features.features import ENLARGED_TO
 from superglue_sift.features.images import FRAMES
 from superglue_sift.features.photo_folder import check_masks, find_mask
 from superglue_sift.files import FileName, name_below, write_atomic
-from superglue_sift.geometry import verification
 from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, Matcher
 from superglue_sift.network.weights import find_shipped_weights
 from superglue_sift.progress import Progress
@@ -339,12 +338,12 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threshold", metavar="P", type=float, help=threshold_help)
     keypoints_help = (
         f"keypoints of an image, at most (default {MAX_KEYPOINTS}, with --scene"
-        f" {verification.MAX_KEYPOINTS})"
+        f" {scene.MAX_KEYPOINTS})"
     )
     group.add_argument("--max-keypoints", metavar="N", type=int, help=keypoints_help)
     network_help = (
         f"of these the network gets so many (default {NETWORK_KEYPOINTS}, with --scene"
-        f" {verification.NETWORK_KEYPOINTS})"
+        f" {scene.NETWORK_KEYPOINTS})"
     )
     group.add_argument("--network-keypoints", metavar="N", type=int, help=network_help)
     resize_help = (
@@ -356,12 +355,12 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--scene", action=argparse.BooleanOptionalAction, help=scene_help)
     accept_help = (
         "with --scene: minimum probability that both images show one place (default"
-        f" {verification.ACCEPT})"
+        f" {scene.ACCEPT})"
     )
     group.add_argument("--accept", metavar="P", type=float, help=accept_help)
     min_matches_help = (
         "with --scene: skip pairs with fewer matches of the ratio test (default"
-        f" {verification.MIN_MATCHES})"
+        f" {scene.MIN_MATCHES})"
     )
     group.add_argument("--min-matches", metavar="N", type=int, help=min_matches_help)
     extractor_help = "run this extractor, which a model that is not of SIFT names"

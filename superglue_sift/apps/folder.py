@@ -40,10 +40,10 @@ from superglue_sift.features.images import BadImage
 from superglue_sift.features.photo_folder import check_masks, list_photos
 from superglue_sift.features.store import FeatureStore, PhotoFile
 from superglue_sift.files import FileName, name_below, write_csv
-from superglue_sift.geometry import verification
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher, split_batches
 from superglue_sift.progress import Progress
+from superglue_sift.scene import SKIPPED
 
 PAIR_LIST = "pairs.csv"  # table of the pairs of a scene
 PAIR_COLUMNS = ("image0", "image1", "matches", "pair_score", "accepted", "reason")
@@ -351,8 +351,8 @@ def _make_row(root: Path, pair: PhotoPair, result: MatchResult) -> Tuple[Any, ..
     """Return the row of pairs.csv, with PAIR_COLUMNS, for one pair of a scene."""
     score = f"{result.pair_score:.4f}"
     reason = "" if result.accepted else "not accepted"
-    # A pair that `preview_pair` skipped was never judged, so it has no score.
-    if result.pair_score == verification.SKIPPED:
+    # A pair that `verify_ratio_matches` skipped was never judged, so it has no score.
+    if result.pair_score == SKIPPED:
         score = ""
         reason = "skipped: too few classical matches"
     names = (name_below(photo.path, root) for photo in pair)

@@ -19,25 +19,26 @@ and shifted until it fits image 1 best.
   direction without structure, as along a straight edge, the match does not move. Added blur makes
   residuals of neighbouring samples alike, which the covariance takes into account.
 
-Positions are in pixels of the gray images that are passed. Refinement reads these pixels, so it
-cannot work in the image that SIFT saw, which may be smaller (`features.REFINED_AT`).
+Lengths are in pixels that are read, which may be a reduced copy of the file's. More of them give
+more exact positions.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Tuple, Union
+from typing import Sequence, Tuple, Union
 
 import cv2
 import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift.features.sift import positions
 from superglue_sift.geometry import two_view
+from superglue_sift.geometry.local_maps import fit_local_maps, map_by_orientation
 from superglue_sift.torch_compat import sqrt
 
 Device = Union[str, torch.device]
+Pair = Tuple[np.ndarray, np.ndarray]  # One array of each image
 
 # Patches
 RADIUS = 10  # A patch has SIDE^2 samples
@@ -69,33 +70,50 @@ SHARPER = 0.85
 
 
 def refine(
-    gray0: np.ndarray,
-    gray1: np.ndarray,
-    records0: np.ndarray,
-    records1: np.ndarray,
+    grays: Pair,
+    points: Pair,
+    scales: Pair,
+    oris: Pair,
+    sizes: Sequence[two_view.Size],
     device: Device = "cpu",
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Refine K matches of keypoints. Any images and finite positions are accepted.
 
     Args:
-        gray0, gray1: (H, W) uint8.
-        records0, records1: (K,) keypoint records (`sift.KEYPOINT`) in px of the gray images. Entry
-            k of one matches entry k of the other.
+        grays: (H, W) uint8, the pixels of both images, which may be reduced.
+        points: (K, 2) px of both images. Entry k of one matches entry k of the other.
+        scales: (K,) diameters in px of both images, or zeros.
+        oris: (K,) degrees, orientations in both images.
+        sizes: (width, height) in px of both images, not of their reduced pixels.
         device: torch device for the computation.
 
     Returns:
-        Positions, deviations and correlations, as `refine_points` returns them.
+        Positions, deviations and correlations, as `refine_points` returns them, in px of image 1.
     """
-    points0, points1 = (positions(records).astype(np.float64) for records in (records0, records1))
-    maps = two_view.fit_local_maps(points0, points1, map_by_scale_and_angle(records0, records1))
-    return refine_points(gray0, gray1, points0, points1, maps, records1["scale"], device)
+    # Positions are converted to the pixels that are read here, and nowhere else.
+    to_grays = [two_view.map_to_resized(size, gray.shape[::-1]) for size, gray in zip(sizes, grays)]
+    gray_points0, gray_points1 = (
+        two_view.transform(xy.astype(np.float64), to_gray) for xy, to_gray in zip(points, to_grays)
+    )
+    scales0, scales1 = (
+        scale * np.float32(max(gray.shape) / max(size))
+        for scale, gray, size in zip(scales, grays, sizes)
+    )
+    fallback = map_by_orientation((scales0, scales1), oris)
+    maps = fit_local_maps(gray_points0, gray_points1, fallback)
+    refined1, deviations, correlations = refine_points(
+        grays, (gray_points0, gray_points1), maps, scales1, device
+    )
+    if tuple(sizes[1]) == grays[1].shape[::-1]:
+        return refined1, deviations, correlations
+    factor = np.float32(max(sizes[1]) / max(grays[1].shape))
+    shift = (refined1 - gray_points1.astype(np.float32)) * factor
+    return points[1] + shift, deviations * factor, correlations
 
 
 def refine_points(
-    gray0: np.ndarray,
-    gray1: np.ndarray,
-    points0: np.ndarray,
-    points1: np.ndarray,
+    grays: Pair,
+    points: Pair,
     maps: np.ndarray,
     scales: Union[float, np.ndarray] = COARSE_PX,
     device: Device = "cpu",
@@ -103,8 +121,8 @@ def refine_points(
     """Move points of image 1 to where the pixels are as around their partners in image 0.
 
     Args:
-        gray0, gray1: (H, W) uint8.
-        points0, points1: (K, 2) px of the gray images, points of any kind.
+        grays: (H, W) uint8, both images.
+        points: (K, 2) px of both images, points of any kind.
         maps: (K, 2, 2) local affine maps 0 -> 1.
         scales: (K,) diameters in px of image 1, which decide the coarsest level of a match.
         device: torch device for the computation.
@@ -116,7 +134,7 @@ def refine_points(
         correlations: (K,) float32 of both patches, from -1 to 1. It is NaN where a patch leaves its
             image or is flat.
     """
-    start0, start1 = (np.asarray(points, np.float32) for points in (points0, points1))
+    start0, start1 = (np.asarray(xy, np.float32) for xy in points)
     if not len(start0):
         return start1, np.zeros(0, np.float32), np.zeros(0, np.float32)
     # Large keypoints start on a coarser level, one for each doubling of the diameter.
@@ -124,7 +142,7 @@ def refine_points(
     coarsest = np.broadcast_to(np.clip(octaves, 0, COARSER), len(start0))
     levels = torch.as_tensor(coarsest.astype(np.int64), device=device)
     with torch.no_grad():
-        matches = _RefinedMatches((gray0, gray1), (start0, start1), maps, device)
+        matches = _RefinedMatches(grays, (start0, start1), maps, device)
         matches.run(levels)
         if abs(matches.measure_sharpness()) > BLURRED:
             # One image is blurred more: refine again with equal sharpness, and keep the better
@@ -137,21 +155,6 @@ def refine_points(
     tensors = (matches.shift, matches.deviation, matches.correlation)
     shift, deviations, correlations = (tensor.cpu().numpy() for tensor in tensors)
     return start1 + shift, deviations, correlations
-
-
-def map_by_scale_and_angle(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
-    """Return maps 0 -> 1 (K, 2, 2) by the scales and angles of the keypoints (K,).
-
-    Keypoints without a scale get only the rotation.
-    """
-    scales = np.stack([records0["scale"], records1["scale"]])
-    scales[:, (scales <= 0).any(0)] = 1.0
-    # Multiply the rotation by the difference of both angles with the ratio of both scales.
-    ratio = (scales[1] / scales[0]).astype(np.float64)
-    rotation = np.radians((records1["angle"] - records0["angle"]).astype(np.float64))
-    c = ratio * np.cos(rotation)
-    s = ratio * np.sin(rotation)
-    return np.stack([c, -s, s, c], -1).reshape(-1, 2, 2)
 
 
 def _equalize_sharpness(matches: _RefinedMatches) -> _RefinedMatches:
@@ -192,13 +195,7 @@ class _RefinedMatches:
 
     blur = 0.0
 
-    def __init__(
-        self,
-        grays: Tuple[np.ndarray, np.ndarray],
-        points: Tuple[np.ndarray, np.ndarray],
-        maps: np.ndarray,
-        device: Device,
-    ) -> None:
+    def __init__(self, grays: Pair, points: Pair, maps: np.ndarray, device: Device) -> None:
         """Prepare matches for `run`.
 
         Args:

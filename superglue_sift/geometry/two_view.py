@@ -1,20 +1,19 @@
-"""Compute and fit maps between the points of two images.
+"""Map points of one image to another, and fit such maps robustly.
 
-These are homographies, fundamental matrices, and local affine maps around matches.
-
-Points are in pixels, with x to the right and y down. The centre of the first pixel is (0, 0). The
-functions that fit take points in any frame, and limits in the same frame. The defaults of limits
-were chosen in images reduced to REFERENCE_PX (`map_to_reduced`).
+Points are in pixels, with x to the right and y down. The center of the first pixel is (0, 0).
 H_a_to_b maps points of frame a to frame b: p_b ~ H_a_to_b @ p_a. Maps are computed element by
 element, because the sums of matrix products and LAPACK's inverses depend on the processor.
+
+The functions that fit take points in pixels of the files. Limits were chosen in images of about
+REFERENCE_PX, so a larger file passes a factor by which its limits are multiplied
+(`reduction_factor`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any, Iterator, Optional, Tuple
+from typing import Optional, Tuple
 
 import cv2
 import numpy as np
@@ -29,26 +28,17 @@ CONFIDENCE = 0.995  # RANSAC stops early at this confidence, the default of find
 SCATTER_PX = 0.5
 # The deviation of the scene from a plane is added to that of refined matches, since real planes and
 # lenses are not ideal. The first fit measures it: it is MODEL_SCATTER times the scatter of the
-# distances, within MODEL_LIMITS_PX.
-MODEL_PX = 0.25  # First guess
+# distances. The first guess and the limits are multiples of the scatter of true matches.
+MODEL_GUESS = 0.5
 MODEL_SCATTER = 1.5
-MODEL_LIMITS_PX = (0.05, 0.5)
+MODEL_LIMITS = (0.1, 1.0)
 MAD_TO_DEVIATION = 1.4826  # Deviation over median distance, for a normal distribution
-# Image 1 is a mirror image if more than this many times the inliers fit after it is mirrored.
-MIRRORED = 2.0
 MIN_FUNDAMENTAL = 8  # Minimum number of matches for a fundamental matrix
 FUNDAMENTAL_SAMPLE = 7  # Number of matches that determine a fundamental matrix
 # A model is supported if at least this part of the matches are inliers, and if wrong matches alone
 # have so many inliers in at most one of 1,000 pairs.
 SUPPORTED_PART = 0.5
 SUPPORTED_DIGITS = 3.0
-# Local maps
-MAP_NEIGHBOURS = 10  # A map is fitted to so many matches
-NEAR_PX = 30.0  # A neighbour at this distance has half the weight
-PRIOR_PX = 5.0  # Neighbours that scatter by this weigh as much as the map of all
-GEOMETRY_PX = 3.0  # Maximum distance of an inlier of the geometry
-PLANAR = 0.6  # A homography's derivatives are used if at least this part are inliers
-MIN_AGREEING = 6  # With fewer inliers, maps come from scale and angle
 
 
 def transform(points, H):
@@ -155,19 +145,6 @@ def map_to_resized(before: Tuple[float, float], after: Tuple[float, float]) -> n
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])
 
 
-def map_to_reduced(size: Size, longer: int = REFERENCE_PX) -> np.ndarray:
-    """Return the map (3, 3) from pixels of an image to pixels of the reduced image.
-
-    Its first entry is the factor from lengths in the image to lengths in the reduced image.
-
-    Args:
-        size: (width, height) of the image in px.
-        longer: longer side of the reduced image in px. A smaller image is not reduced.
-    """
-    factor = reduction_factor(size, longer)
-    return map_to_resized((factor, factor), (1, 1))
-
-
 def reduction_factor(size: Size, longer: int = REFERENCE_PX) -> float:
     """Compute how many times larger than the reduced image an image is, 1 or more.
 
@@ -213,34 +190,29 @@ def corner_error(H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Si
     return error if math.isfinite(error) else math.inf
 
 
-@dataclass(frozen=True, eq=False)
-class Fit:
-    """A robust fit to K matches. `model, inliers = fit` takes it apart.
+def is_supported(
+    inliers: np.ndarray, limit_px: float, size: Size, sample: int, is_line: bool
+) -> bool:
+    """Return whether most matches agree with a model, and more than by chance.
 
-    Attributes:
-        model: (3, 3) float64, or None.
+    Where a pattern repeats, matches of different repetitions contradict each other. Each of many
+    models then has some of the matches as inliers, which is no chance. So most matches must agree.
+
+    Args:
         inliers: (K,) bool.
-        significance: decimal digits, see the function `significance`.
+        limit_px: maximum distance of an inlier in image 1.
+        size: (width, height) of image 1 in px.
+        sample: number of matches that determine a model.
+        is_line: whether the distance is from an epipolar line, or else from a mapped point.
     """
-
-    model: Optional[np.ndarray]
-    inliers: np.ndarray
-    significance: float = 0.0
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.model, self.inliers))
-
-    @property
-    def supported(self) -> bool:
-        """Say whether most matches agree with the model, and more than by chance.
-
-        Where a pattern repeats, matches of different repetitions contradict each other. Each of
-        many models then has some of the matches as inliers, which is no chance. So most matches
-        must agree.
-        """
-        if self.model is None or self.significance < SUPPORTED_DIGITS:
-            return False
-        return float(self.inliers.mean()) >= SUPPORTED_PART
+    # A wrong match lies anywhere in image 1 with equal probability. It is an inlier in a band along
+    # its line, which is at most a diagonal long, or in a disk around its mapped point.
+    area = 2 * limit_px * math.hypot(*size) if is_line else math.pi * limit_px**2
+    chance = min(area / (size[0] * size[1]), 0.5)
+    count = int(inliers.sum())
+    if significance(len(inliers), count, chance, sample) < SUPPORTED_DIGITS:
+        return False
+    return count >= SUPPORTED_PART * len(inliers)
 
 
 def significance(count: int, inliers: int, chance: float, sample: int) -> float:
@@ -278,40 +250,33 @@ def fit_homography(
     points1: np.ndarray,
     threshold_px: float = 3.0,
     deviations: Optional[np.ndarray] = None,
-) -> Fit:
+    factor: float = 1.0,
+) -> Tuple[Optional[np.ndarray], np.ndarray]:
     """Fit a homography by `fit_ransac`, and find its inliers.
 
     Args:
         points0, points1: (K, 2) px, positions of the matches.
         threshold_px: maximum distance in image 1 of an inlier from where the model maps it.
         deviations: (K,) px of refined matches, see `refine_homography`.
+        factor: multiplies all limits, also `threshold_px`.
 
     Returns:
-        The fit. Its model is None for fewer than four matches, and if image 1 is a mirror image.
-        OpenCV then finds a few matches that fit by chance, but more fit after image 1 is mirrored.
+        The homography (3, 3), or None as from `fit_ransac`, and the inliers (K,) bool.
 
     Example:
         >>> points0 = np.array([[0.0, 0], [90, 10], [80, 70], [5, 60], [40, 30], [20, 50]])
         >>> points1 = 2 * points0 + [10, 20]
         >>> points1[5] += 50  # a wrong match
-        >>> fit = fit_homography(points0, points1)
-        >>> fit.inliers.tolist()
+        >>> H, inliers = fit_homography(points0, points1)
+        >>> inliers.tolist()
         [True, True, True, True, True, False]
-        >>> bool(np.allclose(fit.model, [[2, 0, 10], [0, 2, 20], [0, 0, 1]], atol=1e-3))
+        >>> bool(np.allclose(H, [[2, 0, 10], [0, 2, 20], [0, 0, 1]], atol=1e-3))
         True
     """
-    no_fit = Fit(None, np.zeros(len(points0), bool))
-    H = fit_ransac(points0, points1, threshold_px, deviations=deviations)
+    H = fit_ransac(points0, points1, threshold_px, deviations=deviations, factor=factor)
     if H is None:
-        return no_fit
-    fit = Fit(H, _find_inliers(H, points0, points1, threshold_px))
-    # Where most matches fit, no mirror image can fit twice as many.
-    if 2 * fit.inliers.sum() > len(points0):
-        return fit
-    mirrored = points1 * np.array([-1, 1], points1.dtype)
-    H = fit_ransac(points0, mirrored, threshold_px)
-    count = 0 if H is None else _find_inliers(H, points0, mirrored, threshold_px).sum()
-    return no_fit if count > MIRRORED * fit.inliers.sum() else fit
+        return None, np.zeros(len(points0), bool)
+    return H, _find_inliers(H, points0, points1, threshold_px * factor)
 
 
 def fit_ransac(
@@ -321,6 +286,7 @@ def fit_ransac(
     iterations: int = 3000,
     seed: int = 0,
     deviations: Optional[np.ndarray] = None,
+    factor: float = 1.0,
 ) -> Optional[np.ndarray]:
     """Fit a robust homography 0 -> 1 by RANSAC, then by `refine_homography`.
 
@@ -335,6 +301,7 @@ def fit_ransac(
         iterations: maximum number of samples.
         seed: seed of the samples.
         deviations: (N,) px of refined matches, see `refine_homography`.
+        factor: multiplies all limits, also `threshold_px`.
 
     Returns:
         (3, 3) float64. It is None for fewer than four matches, if OpenCV finds no model, and for a
@@ -347,7 +314,7 @@ def fit_ransac(
     params.score = cv2.SCORE_METHOD_MSAC
     params.loMethod = cv2.LOCAL_OPTIM_NULL
     params.isParallel = False
-    params.threshold = threshold_px
+    params.threshold = threshold_px * factor
     params.confidence = CONFIDENCE
     params.maxIterations = iterations
     params.randomGeneratorState = seed
@@ -355,8 +322,8 @@ def fit_ransac(
     if H is None:
         return None
     # Fit the model of the best sample to all of its inliers.
-    H = refine_homography(H, points0, points1, threshold_px, deviations)
-    inliers = points0[_find_inliers(H, points0, points1, threshold_px)]
+    H = refine_homography(H, points0, points1, threshold_px, deviations, factor)
+    inliers = points0[_find_inliers(H, points0, points1, threshold_px * factor)]
     return None if compute_mirrored_fraction(jacobians(H, inliers)) > 0.5 else H
 
 
@@ -366,6 +333,7 @@ def refine_homography(
     points1: np.ndarray,
     threshold_px: float,
     deviations: Optional[np.ndarray] = None,
+    factor: float = 1.0,
 ) -> np.ndarray:
     """Minimize the Cauchy loss of the distances, in image 1, of the matches near H (3, 3).
 
@@ -380,41 +348,39 @@ def refine_homography(
             Where they are NaN, or without them, the deviation is SCATTER_PX. The scene's deviation
             from a plane is added to them in quadrature. A first fit measures it by the median
             distance of refined matches.
+        factor: multiplies `threshold_px` and SCATTER_PX.
 
     Returns:
         (3, 3) float64.
     """
-    inlier_mask = _find_inliers(H, points0, points1, threshold_px)
+    inlier_mask = _find_inliers(H, points0, points1, threshold_px * factor)
     if inlier_mask.sum() < MIN_POINTS:
         return H
     p0, p1 = (np.asarray(points, np.float64)[inlier_mask] for points in (points0, points1))
+    scatter_px = SCATTER_PX * factor
     if deviations is None:
-        return _minimize(H, p0, p1, np.ones(len(p0)))
+        return _minimize(H, p0, p1, np.ones(len(p0)), scatter_px)
     deviations = np.asarray(deviations, np.float64)[inlier_mask]
+
+    def weigh(model_px: float) -> np.ndarray:
+        return np.nan_to_num(scatter_px / np.hypot(deviations, model_px), nan=1.0)
+
     # Fit first with a guess of the scene's deviation from a plane.
-    H = _minimize(H, p0, p1, _weigh_distances(deviations))
+    H = _minimize(H, p0, p1, weigh(MODEL_GUESS * scatter_px), scatter_px)
     is_refined = np.isfinite(deviations)
     if is_refined.sum() < MIN_POINTS:
         return H
     # Fit again with the deviation that the first fit measures.
     scatter = MAD_TO_DEVIATION * float(np.median(np.abs(transform(p0, H) - p1)[is_refined]))
-    model_px = float(np.clip(MODEL_SCATTER * scatter, *MODEL_LIMITS_PX))
-    return _minimize(H, p0, p1, _weigh_distances(deviations, model_px))
+    limits = np.multiply(MODEL_LIMITS, scatter_px)
+    model_px = float(np.clip(MODEL_SCATTER * scatter, *limits))
+    return _minimize(H, p0, p1, weigh(model_px), scatter_px)
 
 
-def _weigh_distances(deviations: np.ndarray, model_px: float = MODEL_PX) -> np.ndarray:
-    """Compute the weights (N,) of distances from the deviations (N,) px of matches.
-
-    A match whose deviation is NaN has the weight 1.
-
-    Args:
-        model_px: deviation of the scene from a plane, which is added in quadrature.
-    """
-    return np.nan_to_num(SCATTER_PX / np.hypot(deviations, model_px), nan=1.0)
-
-
-def _minimize(H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Find the homography near H that minimizes the Cauchy loss of distances with weights (N,)."""
+def _minimize(
+    H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray, scatter_px: float
+) -> np.ndarray:
+    """Find the homography near H of least Cauchy loss of distances times `weights` (N,)."""
     from scipy.optimize import least_squares  # Imported here, since this takes 0.3 s
 
     # (N,) -> (2 N,), one weight for x and for y
@@ -435,7 +401,7 @@ def _minimize(H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray
         derivatives,  # pyright: ignore  # scipy's stubs take no function here
         x_scale="jac",
         loss="cauchy",
-        f_scale=SCATTER_PX,
+        f_scale=scatter_px,
         ftol=1e-4,
     )
     return complete(solution.x)
@@ -463,7 +429,12 @@ def _find_inliers(
         return np.linalg.norm(transform(points0, H) - points1, axis=1) <= threshold_px
 
 
-def fit_fundamental(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
+def fit_fundamental(
+    points0: np.ndarray,
+    points1: np.ndarray,
+    threshold_px: float = 3.0,
+    factors: Tuple[float, float] = (1.0, 1.0),
+) -> Tuple[Optional[np.ndarray], np.ndarray]:
     """Fit a fundamental matrix F, x1^T F x0 = 0, by OpenCV's MAGSAC++.
 
     Equal matches give equal bytes.
@@ -471,37 +442,49 @@ def fit_fundamental(points0: np.ndarray, points1: np.ndarray, threshold_px: floa
     Args:
         points0, points1: (K, 2) px, positions of the matches.
         threshold_px: maximum distance of an inlier from its epipolar lines.
+        factors: multiply the threshold, one for each image.
 
     Returns:
-        The fit. Its model is None for fewer than eight matches, and where OpenCV fails on
-        degenerate matches.
+        F (3, 3), and the inliers (K,) bool. F is None for fewer than eight matches, and where
+        OpenCV fails on degenerate matches.
 
     Example:
         >>> points0 = np.random.default_rng(0).uniform(0, 500, (50, 2))
         >>> depths = np.linspace(1, 5, 50)
         >>> points1 = points0 + np.column_stack([100 / depths, np.zeros(50)])  # a step to the left
-        >>> fit = fit_fundamental(points0, points1)
-        >>> bool(epipolar_distances(fit.model, points0, points1).max() < 0.1)
-        True
+        >>> F, inliers = fit_fundamental(points0, points1)
+        >>> bool(epipolar_distances(F, points0, points1).max() < 0.1), int(inliers.sum())
+        (True, 50)
     """
-    no_fit = Fit(None, np.zeros(len(points0), bool))
+    no_fit = None, np.zeros(len(points0), bool)
     if len(points0) < MIN_FUNDAMENTAL:
         return no_fit
+    # OpenCV has one threshold for both images, so positions are divided instead.
+    factor0, factor1 = factors
     try:
         F, mask = cv2.findFundamentalMat(
-            points0, points1, cv2.USAC_MAGSAC, threshold_px, 0.999, 3000
+            points0 / factor0, points1 / factor1, cv2.USAC_MAGSAC, threshold_px, 0.999, 3000
         )
     except cv2.error:  # OpenCV raises "!model.empty()" if no sample gives a model
         return no_fit
-    return no_fit if F is None else Fit(F, mask.ravel() > 0)
+    if F is None:
+        return no_fit
+    to_unit0, to_unit1 = (np.diag([1 / factor, 1 / factor, 1.0]) for factor in factors)
+    return to_unit1 @ F @ to_unit0, mask.ravel() > 0
 
 
-def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
+def epipolar_distances(
+    F: np.ndarray,
+    points0: np.ndarray,
+    points1: np.ndarray,
+    factors: Tuple[float, float] = (1.0, 1.0),
+) -> np.ndarray:
     """Compute the distances of matched points from their epipolar lines.
 
     Args:
         F: (3, 3), x1^T F x0 = 0.
         points0, points1: (K, 2) px.
+        factors: divide the distances, one for each image.
 
     Returns:
         (K,) px, the larger distance of both images.
@@ -512,70 +495,11 @@ def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) 
     lines0 = homogeneous1 @ F
     # A distance is |x1^T F x0| over the length of the line's normal.
     products = np.abs((homogeneous1 * lines1).sum(axis=1))
-    shorter_normal = np.minimum(*(np.hypot(lines[:, 0], lines[:, 1]) for lines in (lines0, lines1)))
-    return products / np.maximum(shorter_normal, 1e-12)
+    normals0 = np.hypot(lines0[:, 0], lines0[:, 1]) * factors[0]
+    normals1 = np.hypot(lines1[:, 0], lines1[:, 1]) * factors[1]
+    return products / np.maximum(np.minimum(normals0, normals1), 1e-12)
 
 
 def to_homogeneous(points: np.ndarray) -> np.ndarray:
     """Return (K, 3) from points (K, 2), with a last entry of 1."""
     return np.column_stack([points, np.ones(len(points))])
-
-
-def fit_local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -> np.ndarray:
-    """Fit local affine maps 0 -> 1 at K matches; return (K, 2, 2).
-
-    Inliers of a homography that fits most matches get its derivative. Other matches get the
-    least-squares affine map of the nearest inliers of one homography or epipolar geometry. Without
-    a geometry all get `fallback`.
-
-    Args:
-        points0, points1: (K, 2) px of the images that are sampled by the maps.
-        fallback: (K, 2, 2), the maps without a geometry.
-    """
-    rounded = points0.astype(np.float32), points1.astype(np.float32)
-    H, is_planar = fit_homography(*rounded, GEOMETRY_PX)
-    inlier_mask = is_planar
-    # Where a plane does not explain most matches, those that fit one camera motion count too.
-    if is_planar.sum() < PLANAR * len(is_planar):
-        inlier_mask = is_planar | fit_fundamental(*rounded, GEOMETRY_PX).inliers
-    if inlier_mask.sum() < MIN_AGREEING:
-        return fallback
-    # On one plane the derivative of the homography is more exact than a fit to neighbours.
-    maps = fit_affine_maps(points0, points1, inlier_mask)
-    if H is not None and is_planar.sum() >= PLANAR * inlier_mask.sum():
-        maps[is_planar] = jacobians(H, points0[is_planar])
-    return maps
-
-
-def fit_affine_maps(
-    points0: np.ndarray, points1: np.ndarray, inlier_mask: np.ndarray
-) -> np.ndarray:
-    """Fit affine maps 0 -> 1 at K matches to their nearest inliers; return (K, 2, 2).
-
-    Each map is regularized by one map of all inliers.
-
-    Args:
-        points0, points1: (K, 2) px.
-        inlier_mask: (K,) bool, the matches to which maps are fitted, two or more.
-    """
-    from scipy.spatial import KDTree
-
-    inliers0 = points0[inlier_mask]
-    inliers1 = points1[inlier_mask]
-    count = min(MAP_NEIGHBOURS, len(inliers0))
-    distances, index = KDTree(inliers0).query(points0, count)
-    # Weights (K, n) of the neighbours, with sum 1
-    weights = 1.0 / (NEAR_PX + distances)
-    weights = weights / weights.sum(1, keepdims=True)
-    # (K, n, 2) positions of the neighbours relative to their centre
-    p, q = (
-        points[index] - (weights[..., None] * points[index]).sum(1, keepdims=True)
-        for points in (inliers0, inliers1)
-    )
-    # Solve the normal equations of each map, which is pulled towards the map of all inliers.
-    global_map = np.linalg.lstsq(
-        inliers0 - inliers0.mean(0), inliers1 - inliers1.mean(0), rcond=None
-    )[0]
-    normal = np.einsum("kn,kni,knj->kij", weights, p, p) + PRIOR_PX**2 * np.eye(2)
-    right = np.einsum("kn,kni,knj->kij", weights, p, q) + PRIOR_PX**2 * global_map
-    return np.linalg.solve(normal, right).swapaxes(1, 2)

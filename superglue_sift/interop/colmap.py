@@ -29,9 +29,12 @@ from superglue_sift.features.images import invert_orientation, map_to_upright
 from superglue_sift.features.sift import to_root_sift
 from superglue_sift.features.store import FeatureStore, PhotoFile
 from superglue_sift.files import name_below, replace_file, resolve_link
-from superglue_sift.geometry import tracks, two_view, verification
+from superglue_sift.geometry import two_view
+from superglue_sift.geometry.tracks import refine_tracks
+from superglue_sift.geometry.verification import find_refined_inliers
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
+from superglue_sift.scene import RESIZE
 
 CENTRE = 0.5  # centre of the first pixel in COLMAP's coordinates
 MIN_INLIERS = 15  # minimum for a verified pair, as in COLMAP's own matcher
@@ -66,7 +69,7 @@ def create_database(
         photos: the photographs.
         store: their features, and the matcher.
         refine: refine keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop
-            matches of scenes that then do not fit (`verification.agree_with_one_geometry`). Without
+            matches of scenes that then do not fit (`find_refined_inliers`). Without
             this, four cameras of unknown focal length move by decimetres.
         camera_per: "folder" or "image": what has one camera. If None, photographs whose EXIF data
             name the same camera share one, and each of the others has its own, as in COLMAP's
@@ -111,8 +114,8 @@ def create_database(
                 # Keep the matches on whose refined positions all pairs agree.
                 points0 = refined[photo0][result.matches[:, 0]]
                 points1 = refined[photo1][result.matches[:, 1]]
-                sizes = (result.size0, result.size1)
-                result = result.only(verification.agree_with_one_geometry(points0, points1, sizes))
+                factors = _limit_factor(result.size0), _limit_factor(result.size1)
+                result = result.only(find_refined_inliers(points0, points1, factors))
             if len(result.matches):
                 _write_pair(database, entry0, entry1, result.matches)
     replace_file(partial, path)
@@ -200,8 +203,8 @@ def refine_keypoints(
     Returns:
         The refined keypoints (N, 2) px of each photograph.
     """
-    # `tracks` names photographs by their index.
-    index_of = {photo: index for index, photo in enumerate(keypoints)}
+    # `refine_tracks` numbers the photographs.
+    numbers = {photo: number for number, photo in enumerate(keypoints)}
     matched_pairs = (
         (result, store.with_pixels(photo0), store.with_pixels(photo1))
         for photo0, photo1, result in pairs
@@ -209,10 +212,17 @@ def refine_keypoints(
     results = store.matcher.refine_batch(matched_pairs)
     shown = Progress(results, total=len(pairs), desc="refining", unit="pairs")
     refined_pairs = (
-        (index_of[photo0], index_of[photo1], result)
+        (numbers[photo0], numbers[photo1], result.matches, result.refined1, result.deviations)
         for result, (photo0, photo1, _) in zip(shown, pairs)
+        if result.deviations is not None
     )
-    return dict(zip(index_of, tracks.refine_tracks(list(keypoints.values()), refined_pairs)))
+    factors = [_limit_factor(store(photo).size) for photo in numbers]
+    return dict(zip(numbers, refine_tracks(list(keypoints.values()), refined_pairs, factors)))
+
+
+def _limit_factor(size: two_view.Size) -> float:
+    """Return px of a file of this size per px of the image for which limits were chosen."""
+    return two_view.reduction_factor(size, RESIZE)
 
 
 # --- a database that exists

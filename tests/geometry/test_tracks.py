@@ -1,7 +1,5 @@
 """One position for each keypoint of several photographs."""
 
-from dataclasses import replace
-
 import cv2
 import numpy as np
 import pytest
@@ -11,45 +9,59 @@ from superglue_sift import errors
 from superglue_sift.apps import cli
 from superglue_sift.geometry import two_view
 from superglue_sift.geometry.tracks import refine_tracks
-from superglue_sift.match_result import MatchResult
-from superglue_sift.matches import Matches
+
+MATCHES = np.stack([np.arange(80)] * 2, 1)
 
 
-def test_positions_of_a_track_do_not_depend_on_the_size_of_its_photographs():
+@pytest.mark.parametrize("factors", [(1, 1), (3, 3), (1, 3), (4, 2)])
+def test_positions_do_not_depend_on_the_sizes_of_the_files(factors):
+    """Each image is `factor` times as large as the one for which limits were chosen."""
     rng = np.random.default_rng(0)
-    points = rng.uniform(0, 300, (80, 2))
-    places = [p + rng.normal(0, 0.5, p.shape) for p in (points, two_view.transform(points, SHIFT))]
-    matches = np.stack([np.arange(80)] * 2, 1)
-    found = []
-    for unit in (1, 3):
-        sides = [(unit * place).astype(np.float32) for place in places]
-        size = (1600 * unit, 1200 * unit)
-        result = MatchResult(*sides, Matches(matches, np.ones(80, np.float32)), size, size)
-        refined1 = sides[0] + unit * SHIFT[:2, 2].astype(np.float32)
-        deviations = np.full(80, 0.05 * unit, np.float32)
-        result = replace(result, refined0=sides[0], refined1=refined1, deviations=deviations)
-        found.append([side / unit for side in refine_tracks(sides, [(0, 1, result)])])
-    np.testing.assert_allclose(found[0], found[1], atol=2e-3)
-    assert np.abs(found[0][1] - found[0][0] - SHIFT[:2, 2]).mean() < 0.05  # 0.56 before
+    points0 = rng.uniform(0, 300, (80, 2))
+    points1 = two_view.transform(points0, SHIFT)
+    noisy0, noisy1 = (xy + rng.normal(0, 0.5, xy.shape) for xy in (points0, points1))
+    refined1 = noisy0 + SHIFT[:2, 2]
+
+    def refine(factor0, factor1):
+        deviations = np.full(80, 0.05 * factor1)
+        pair = 0, 1, MATCHES, factor1 * refined1, deviations
+        keypoints = factor0 * noisy0, factor1 * noisy1
+        positions = refine_tracks(keypoints, [pair], (factor0, factor1))
+        return positions[0] / factor0, positions[1] / factor1
+
+    positions = refine(*factors)
+    np.testing.assert_allclose(positions, refine(1, 1), atol=1e-3)
+    errors_px = np.abs(positions[1] - positions[0] - SHIFT[:2, 2])
+    assert errors_px.mean() < 0.05  # 0.56 before
+    # SIFT's scatter is equal in both images, so both move by half of the disagreement.
+    half = (noisy0 + SHIFT[:2, 2] - noisy1) / 2
+    np.testing.assert_allclose(positions[1] - noisy1, half, atol=0.02)
+
+
+def test_keypoints_without_a_refined_match_stay():
+    keypoints = np.random.default_rng(0).uniform(0, 300, (80, 2)).astype(np.float32)
+    deviations = np.where(np.arange(80) < 5, 0.1, np.nan)  # too few
+    pair = 0, 1, MATCHES, keypoints + 1, deviations
+    for positions in refine_tracks([keypoints, keypoints], [pair], (1, 1)):
+        np.testing.assert_array_equal(positions, keypoints)
 
 
 def test_keypoints_of_a_database_are_where_the_pixels_agree(photo, tmp_path, monkeypatch):
-    """Matched keypoints of three views fit the true homography better than SIFT's places do."""
+    """Matched keypoints of three views fit the true homography better than SIFT's positions do."""
     pycolmap = pytest.importorskip("pycolmap")
     (tmp_path / "photos").mkdir()
     for name, H in (("0.png", IDENTITY), ("1.png", TURN), ("2.png", SHIFT)):
-        moved = cv2.warpPerspective(photo, H, photo.shape[::-1], flags=cv2.INTER_CUBIC)
-        cv2.imwrite(str(tmp_path / "photos" / name), moved)
+        view = cv2.warpPerspective(photo, H, photo.shape[::-1], flags=cv2.INTER_CUBIC)
+        cv2.imwrite(str(tmp_path / "photos" / name), view)
     monkeypatch.chdir(tmp_path)
-    words = "folder photos --out-dir found --no-scene --max-keypoints 300 --device cpu --colmap"
+    words = "folder photos --out-dir out --no-scene --max-keypoints 300 --device cpu --colmap"
     errors_px = []
-    for more in ("exact.db", "sift.db --no-refine"):
-        assert errors.run_main(cli.main, f"{words} {more}".split()) == 0
-        with pycolmap.Database.open(more.split()[0]) as database:
-            key = {image.name: image.image_id for image in database.read_all_images()}
-            ids = (key["0.png"], key["1.png"])
-            first, second = (database.read_keypoints(each)[:, :2] - 0.5 for each in ids)
+    for database_words in ("refined.db", "sift.db --no-refine"):
+        assert errors.run_main(cli.main, f"{words} {database_words}".split()) == 0
+        with pycolmap.Database.open(database_words.split()[0]) as database:
+            ids = [database.read_image_with_name(name).image_id for name in ("0.png", "1.png")]
+            points0, points1 = (database.read_keypoints(number)[:, :2] - 0.5 for number in ids)
             index0, index1 = database.read_matches(*ids).T
-        apart = two_view.transform(first[index0], TURN) - second[index1]
-        errors_px.append(np.median(np.linalg.norm(apart, axis=1)))
+        offsets = two_view.transform(points0[index0], TURN) - points1[index1]
+        errors_px.append(np.median(np.linalg.norm(offsets, axis=1)))
     assert errors_px[0] < 0.6 * errors_px[1]
