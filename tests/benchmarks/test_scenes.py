@@ -57,7 +57,9 @@ def test_weights_are_learned_and_reported():
     pairs = pairs.assign(place=np.arange(4000) % verification.PLACES, kind="court", right=right)
     # Half of these pairs are right, but two thirds of a collection's, so the bias is log 2.
     np.testing.assert_allclose(verification.learn_weights(pairs), [1.0, 0.5, np.log(2)], atol=0.2)
-    assert verification.learn_weights(pairs.assign(log_inlier_ratio=-pairs.log_inlier_ratio))[0] == 0  # never negative
+    assert (
+        verification.learn_weights(pairs.assign(log_inlier_ratio=-pairs.log_inlier_ratio))[0] == 0
+    )  # never negative
     constants, learned, fresh = verification.format_report(pairs).split("\n\n")
     assert constants.startswith("WEIGHTS = np.array([")
     taught = pairs.place < verification.LEARNED
