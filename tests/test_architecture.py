@@ -22,9 +22,10 @@ TREES = {name: ast.parse(path.read_text(), feature_version=(3, 9)) for name, pat
 FLOORS = [
     "superglue_sift.errors superglue_sift.files superglue_sift.environment superglue_sift.progress"
     " superglue_sift.torch_compat superglue_sift.matches",
-    "superglue_sift.features",
     "superglue_sift.geometry",
+    "superglue_sift.features",
     "superglue_sift.network",
+    "superglue_sift.guided superglue_sift.scene",
     "superglue_sift.matcher superglue_sift.match_result superglue_sift.drawing",
     "superglue_sift",  # programs: apps, interop, onnx
     "pipeline.errors pipeline.params",
@@ -40,9 +41,7 @@ FLOORS = [
 # Folders or modules that still import upwards, and what
 EXCEPTIONS = [
     ("pipeline.mlflow_store", "pipeline.evaluate"),
-    ("superglue_sift.features", "superglue_sift.geometry"),
     ("superglue_sift.features.store", "superglue_sift.matcher"),
-    ("superglue_sift.geometry.tracks", "superglue_sift.match_result"),
 ]
 # What the library may import of other projects, and inside functions of its extras
 LIBRARY = {"PIL", "cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", "tqdm"}
