@@ -319,6 +319,9 @@ class Matcher:
 
     def extract_all(self, images: Iterable[ImageOrFeatures]) -> List[Features]:
         """Extract features of several images, two at a time. Features are returned unchanged."""
+        images = list(images)
+        if all(isinstance(image, Features) for image in images):
+            return images  # type: ignore[return-value]
 
         def features_of(image: ImageOrFeatures) -> Features:
             return image if isinstance(image, Features) else self.extract(image)

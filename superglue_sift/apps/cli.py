@@ -135,7 +135,6 @@ def _match_photos(args: argparse.Namespace, root: Path, **photos: Any) -> int:
         features=args.features,
         pictures=args.pictures,
         json_files=args.json_files,
-        overwrite=args.overwrite,
         colmap=args.colmap,
         camera_per=args.camera_per,
         refine_keypoints=args.refine is not False,
@@ -143,8 +142,7 @@ def _match_photos(args: argparse.Namespace, root: Path, **photos: Any) -> int:
     )
     print(f"{report.matched} pairs matched: {args.out_dir}")
     if report.unchanged:
-        unchanged = f"{report.unchanged} pairs were matched before with these settings"
-        print(f"{unchanged}, and are kept; --overwrite matches them again")
+        print(f"{report.unchanged} pairs were matched before with these settings, and are kept")
     if report.other_results:
         print(f"{report.other_results} results of other pairs are in {args.out_dir}")
     if args.colmap:
@@ -298,7 +296,6 @@ def _add_folder_outputs(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--out-dir", metavar="DIR", type=Path, required=True, help=out_dir_help)
     group.add_argument("--pictures", action="store_true", help="also write A_B_matches.jpg")
     group.add_argument("--json-files", action="store_true", help="also write A_B_matches.json")
-    group.add_argument("--overwrite", action="store_true", help="match all pairs again")
     features_help = "folder of the features (default: OUT-DIR/features)"
     group.add_argument("--features", metavar="DIR", type=Path, help=features_help)
     colmap_help = "also write a new COLMAP database; implies --scene and refines its keypoints"

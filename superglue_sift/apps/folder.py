@@ -90,7 +90,6 @@ def match_folder(
     features: Optional[FileName] = None,
     pictures: bool = False,
     json_files: bool = False,
-    overwrite: bool = False,
     colmap: Optional[FileName] = None,
     camera_per: Optional[str] = None,
     refine_keypoints: bool = True,
@@ -117,7 +116,6 @@ def match_folder(
         features: folder of the features, which calls may share. If None, it is in `out`.
         pictures: also write `A_B_matches.jpg`.
         json_files: also write `A_B_matches.json`.
-        overwrite: match all pairs again.
         colmap: COLMAP database to write, which must not exist.
         camera_per: "folder" or "image": what has one camera in the database. If None, photographs
             whose EXIF data name the same camera share one, and each of the others has its own.
@@ -159,10 +157,10 @@ def match_folder(
         readable = set(photos)
         photo_pairs = [pair for pair in named_pairs if readable.issuperset(pair)]
     files = PairFiles(out, store)
-    done, earlier_results, other_results = find_done_pairs(files, photo_pairs, overwrite)
-    if earlier_results and not overwrite:
+    done, matched_again, other_results = find_done_pairs(files, photo_pairs)
+    if matched_again:
         reason = "a photograph, a mask, the model or a setting changed, or the file is damaged"
-        logger.warning("%d pairs are matched again: %s", earlier_results, reason)
+        logger.warning("%d pairs are matched again: %s", matched_again, reason)
 
     # --- matches, with all files of each pair
 
@@ -195,7 +193,7 @@ def match_folder(
     return FolderReport(
         matched=len(photo_pairs) - len(done),
         unchanged=len(done),
-        matched_again=earlier_results,
+        matched_again=matched_again,
         other_results=other_results,
         photos=len(photos),
         bad_images=bad_images,
@@ -276,33 +274,31 @@ def extract_photos(photos: Sequence[PhotoFile], store: FeatureStore) -> Dict[str
 
 
 def find_done_pairs(
-    files: PairFiles, pairs: Sequence[PhotoPair], overwrite: bool
+    files: PairFiles, pairs: Sequence[PhotoPair]
 ) -> Tuple[Collection[PhotoPair], int, int]:
     """Find the pairs that are done: their results are there and fit.
 
     Args:
         files: the files of the pairs.
         pairs: the pairs.
-        overwrite: no pair counts as done.
 
     Returns:
-        The pairs that are done, the number of other pairs with results, and the number of results
-        of other pairs in the folder.
+        The pairs that are done, the number of pairs whose results do not fit, and the number of
+        results of other pairs in the folder.
     """
     names = files.list_matches_files()
     done = set()
-    earlier_results = 0
-    is_quick = overwrite or not names
-    for pair in Progress(pairs, desc="checking", unit="pairs", disable=is_quick):
+    misfits = 0
+    for pair in Progress(pairs, desc="checking", unit="pairs", disable=not names):
         name = files.get_path(pair, MATCHES_ENDING).name
         if name not in names:
             continue
         names.remove(name)
-        if not overwrite and files.fits(pair):
+        if files.fits(pair):
             done.add(pair)
         else:
-            earlier_results += 1
-    return done, earlier_results, len(names)
+            misfits += 1
+    return done, misfits, len(names)
 
 
 def match_pairs(

@@ -47,17 +47,10 @@ def name_images(paths: Iterable[FileName], root: FileName) -> List[PhotoFile]:
     Args:
         paths: the files. A file that is named twice counts once.
         root: their folder.
-
-    Raises:
-        RequestError: If there are fewer than two.
     """
     # An earlier command may have written pictures of matches into the folder.
     photos = [path for path in map(Path, paths) if not path.name.endswith(f"_{PICTURE_ENDING}")]
     by_path = {Path(os.path.abspath(path)): path for path in photos}  # A file counts once.
-    if len(by_path) < 2:
-        count = "only one image" if by_path else "no image"
-        reason = f"{count} to match, two or more are needed (*_{PICTURE_ENDING} does not count)"
-        raise RequestError(f"{root}: {reason}")
     named = name_photos(list(by_path), Path(os.path.abspath(root)))
     return [photo._replace(path=by_path[photo.path]) for photo in named]
 
@@ -101,15 +94,21 @@ def name_photos(paths: Sequence[Path], root: Path) -> List[PhotoFile]:
 
 
 def name_pairs(pairs: Iterable[Tuple[FileName, FileName]], root: Path) -> List[PhotoPair]:
-    """Name the photographs of pairs of files below `root`. Each pair is returned once, in order.
+    """Name the photographs of pairs of files below `root`.
 
-    Raises:
-        RequestError: If there is no pair, or one of a photograph with itself.
+    A name without a file stays as it is, and is reported as a bad image.
+
+    Returns:
+        Each pair once, in order. Pairs of a photograph with itself are left out.
     """
-    pairs_of_paths = [_resolve_pair(pair, root) for pair in pairs]
-    if not pairs_of_paths:
-        raise RequestError("pairs: there are none; name at least one")
-    return _name_unique_pairs(pairs_of_paths, root)
+
+    def resolve(name: FileName) -> Path:
+        return Path(os.path.normpath(root / (find_spelling(root, str(name)) or name)))
+
+    unique = dict.fromkeys((resolve(name0), resolve(name1)) for name0, name1 in pairs)
+    paths = list(dict.fromkeys(itertools.chain.from_iterable(unique)))
+    photos = dict(zip(paths, name_photos(paths, root)))
+    return [(photos[path0], photos[path1]) for path0, path1 in unique if path0 != path1]
 
 
 def read_pair_list(file: Path, root: Path) -> List[PhotoPair]:
@@ -124,10 +123,10 @@ def read_pair_list(file: Path, root: Path) -> List[PhotoPair]:
         root: folder of the images, below which they are named.
 
     Returns:
-        Each pair once, in order.
+        Each pair once, in order (`name_pairs`).
 
     Raises:
-        RequestError: If the file cannot be read, has no pairs, or a line without two names.
+        RequestError: If the file cannot be read, or a line has not two names.
     """
     pairs = []
     for number, line in read_lines(file):
@@ -135,35 +134,8 @@ def read_pair_list(file: Path, root: Path) -> List[PhotoPair]:
         if len(names) != 2:
             fix = "put names with spaces in double quotes, or a tab between the two"
             raise RequestError(f"{file}:{number}: needs two names, has {line!r:.80}; {fix}")
-        try:
-            pairs.append(_resolve_pair((names[0], names[1]), root))
-        except RequestError as error:
-            raise RequestError(f"{file}:{number}: {error}") from None
-    if not pairs:
-        raise RequestError(f"{file}: has no pairs; a line is `a.jpg b.jpg`")
-    return _name_unique_pairs(pairs, root)
-
-
-def _name_unique_pairs(pairs: Iterable[Tuple[Path, Path]], root: Path) -> List[PhotoPair]:
-    """Name the photographs of pairs by their paths below `root`, and leave out repeated pairs."""
-    unique = dict.fromkeys(pairs)
-    paths = list(dict.fromkeys(itertools.chain.from_iterable(unique)))
-    photos = dict(zip(paths, name_photos(paths, root)))
-    return [(photos[path0], photos[path1]) for path0, path1 in unique]
-
-
-def _resolve_pair(names: Tuple[FileName, FileName], root: Path) -> Tuple[Path, Path]:
-    """Return the paths of a pair of files below `root`.
-
-    Raises:
-        RequestError: If both are one file.
-    """
-    # A name without a file stays as it is, and is reported as a bad image.
-    spelled = (find_spelling(root, str(name)) or name for name in names)
-    path0, path1 = (Path(os.path.normpath(root / name)) for name in spelled)
-    if path0 == path1:
-        raise RequestError(f"{names[0]} with itself; name two images")
-    return path0, path1
+        pairs.append((names[0], names[1]))
+    return name_pairs(pairs, root)
 
 
 def _parse_names(line: str) -> List[str]:
@@ -173,10 +145,7 @@ def _parse_names(line: str) -> List[str]:
     with spaces is quoted.
     """
     delimiter = "\t" if "\t" in line else " "
-    try:
-        words = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True))
-    except csv.Error:  # The line is too long.
-        return []
+    words = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True))
     words = [word.strip() for word in words if word.strip()]
     return words[:2] if re.fullmatch(r"[-+.\de ]*", " ".join(words[2:])) else words
 
@@ -216,13 +185,11 @@ def choose_pairs(
 
 
 def check_pairing(pairing: str, k: Optional[int]) -> None:
-    """Raise RequestError for a pairing that does not exist, or a number that it does not take."""
+    """Raise RequestError for a pairing that does not exist, or a number below 1."""
     if pairing not in PAIRINGS:
         raise RequestError(f"--pairing {pairing}: must be {', '.join(PAIRINGS)}")
     if k is not None:
         check_range("--k", k, 1)
-        if pairing == EXHAUSTIVE:
-            raise RequestError("--k goes with --pairing sequential, nearest or auto")
 
 
 def resolve_pairing(pairing: str, k: Optional[int], count: int) -> str:

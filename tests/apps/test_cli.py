@@ -41,9 +41,7 @@ def work(tmp_path, photo, monkeypatch):
     cv2.imwrite("b.jpg", cv2.warpPerspective(photo, TURN, (600, 400)))
     cv2.imwrite("photos/c.png", photo)
     (tmp_path / "text.avi").write_text("hello")
-    (tmp_path / "there.txt").write_text("a.png b.jpg\n")
     (tmp_path / "three.txt").write_text("a b.png c.png\n")
-    (tmp_path / "same.txt").write_text("./a.png a.png\n")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\x00\x81")
     return tmp_path
 
@@ -138,7 +136,6 @@ def test_black_pixels_of_a_mask_give_no_keypoint(work, words):
         ("a.png b.png --accept 0.3", "accept"),
         ("a.png b.jpg --model nowhere.safetensors", "nowhere.safetensors"),
         ("folder photos --out-dir x --k 0", "--k"),
-        ("folder photos --out-dir x --k 2 --pairing exhaustive", "--k"),
         ("database text.avi --k 0", "--k"),
         ("folder a.png b.jpg --out-dir x --model corners.safetensors", "corners:find"),
         (
@@ -152,11 +149,9 @@ def test_black_pixels_of_a_mask_give_no_keypoint(work, words):
         ("a.png b.png --out a.png", "a.png"),
         ("a.png b.jpg --json ./b.jpg", "b.jpg"),
         ("folder nowhere --out-dir x", "nowhere"),
-        ("folder photos --out-dir x", "photos"),
         ("folder photos --out-dir x --colmap text.avi", "text.avi"),
         ("a.png b.jpg --masks photos", "photos"),
         ("list three.txt --out-dir x", "three.txt:1"),
-        ("list same.txt --out-dir x", "same.txt:1"),
         ("list bytes.txt --out-dir x", "bytes.txt"),
     ],
 )

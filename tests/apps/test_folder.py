@@ -134,15 +134,6 @@ def test_a_pair_whose_file_fits_is_done(work, capsys, caplog):
     assert read_files(work / "results") == before and caplog.messages == []
 
 
-def test_overwrite_matches_again_and_leaves_nothing_of_before(work, capsys):
-    assert run("photos --out-dir results --pictures") == 0
-    assert run("photos --out-dir results --threshold 0.9 --overwrite") == 0
-    assert run("photos --out-dir new --threshold 0.9") == 0
-    new = read_files(work / "new")
-    assert {name: read_files(work / "results").get(name) for name in new} == new
-    assert "6 pairs matched: results" in capsys.readouterr().out
-
-
 def test_pictures_and_json_are_added_later_without_matching_again(work, monkeypatch):
     assert run("photos --out-dir whole --pictures --json-files") == 0
     assert run("photos --out-dir results") == 0
@@ -267,7 +258,8 @@ def test_a_folder_is_matched_from_python_as_by_the_command(work):
     assert read_files(work / "command") == read_files(work / "python")
     again = match_folder(matcher, "photos", "python", pairing="sequential", k=2)
     assert (again.matched, again.unchanged) == (0, 5)
-    pairs = [("cup0.png", "cup1.png"), ("cup0.png", "gone.png"), ("cup0.png", "cup1.png")]
+    pairs = [("cup0.png", "cup1.png"), ("cup0.png", "gone.png")]
+    pairs += [("cup0.png", "./cup1.png"), ("cup0.png", "./cup0.png")]  # twice, and with itself
     report = match_folder(matcher, "photos", "listed", pairs=pairs, pictures=True)
     assert report.matched == 1 and list(report.bad_images) == ["photos/gone.png"]
     assert Path("listed/cup0_cup1_matches.jpg").exists()
@@ -275,12 +267,7 @@ def test_a_folder_is_matched_from_python_as_by_the_command(work):
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [
-        ({"pairing": "nearby"}, "nearby"),
-        ({"pairs": []}, "pairs"),
-        ({"pairs": [("cup0.png", "./cup0.png")]}, "cup0.png"),
-        ({"colmap": "model.safetensors"}, "model.safetensors"),
-    ],
+    [({"pairing": "nearby"}, "nearby"), ({"colmap": "model.safetensors"}, "model.safetensors")],
 )
 def test_wrong_arguments_are_refused_before_any_work(work, arguments, name):
     matcher = Matcher.load("model.safetensors", "cpu")
