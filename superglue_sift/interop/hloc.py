@@ -12,7 +12,7 @@ In a program that uses hloc, `register()` adds the matcher `superglue_sift` to
     pairs, ...)
 
 hloc keeps the pairs that its file has, whatever they were made from. For other settings, name
-another `output`. `write_features` and `write_matches` replace earlier groups.
+another `output`. `write_features` and `write_matches` replace earlier arrays.
 
 hloc reads pixels as they are stored, as COLMAP does. For photographs with EXIF data, use
 `Matcher.load(frame="stored")`. With `"scene": True` in the model's settings, pairs are matched as
@@ -72,7 +72,7 @@ def write_features(path: FileName, name: str, features: Features) -> None:
         # Whole numbers, since hloc creates tensors of this size
         "image_size": np.array(features.size),
     }
-    _replace_group(path, Path(name).as_posix(), arrays)
+    _write_arrays(path, Path(name).as_posix(), arrays)
 
 
 def write_matches(path: FileName, name0: str, name1: str, result: MatchResult) -> None:
@@ -93,16 +93,20 @@ def write_matches(path: FileName, name0: str, name1: str, result: MatchResult) -
     output = convert.to_lightglue_matches(result)
     # hloc names the group of a/b.jpg and c.jpg a-b.jpg/c.jpg.
     pair = "/".join(Path(name).as_posix().replace("/", "-") for name in (name0, name1))
-    _replace_group(path, pair, {name: output[name][0].numpy() for name in PAIR_ARRAYS})
+    _write_arrays(path, pair, {name: output[name][0].numpy() for name in PAIR_ARRAYS})
 
 
-def _replace_group(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a group of an HDF5 file, in place of an earlier group of this name."""
+def _write_arrays(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:
+    """Write arrays to a group of an HDF5 file, in place of earlier arrays of these names.
+
+    The group of image x also has the groups of images x/..., which stay.
+    """
+    h5py = import_extra("h5py", "hloc")
     # hloc opens its files by the same version of HDF5.
-    with import_extra("h5py", "hloc").File(str(path), "a", libver="latest") as file:
-        if group in file:
-            del file[group]
+    with h5py.File(str(path), "a", libver="latest") as file:
         for name, value in data.items():
+            if isinstance(file.get(f"{group}/{name}"), h5py.Dataset):
+                del file[f"{group}/{name}"]
             file.create_dataset(f"{group}/{name}", data=value)
 
 
