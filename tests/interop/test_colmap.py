@@ -262,3 +262,19 @@ def test_photographs_of_two_sizes_with_one_camera_are_refused_with_the_importers
     with pytest.raises(RequestError, match=r"1\.jpg: .*one size"):
         run(f"folder photos {SMALL} --camera-per folder")
     assert "1.jpg CAMERA_SINGLE_DIM_ERROR" in capfd.readouterr().err
+
+
+def test_two_photographs_with_one_logo_have_no_geometry(photo, tmp_path, monkeypatch):
+    """Their matches of the logo agree exactly, but COLMAP's mapper must not use them."""
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    logo = cv2.resize(photo[100:300, 200:500], (450, 40))
+    for name, place in (("0", photo[:, :500]), ("1", photo[::-1, 500:0:-1])):
+        image = cv2.GaussianBlur(place, (0, 0), 9)  # without keypoints of its own
+        image[355:395, 25:475] = logo
+        cv2.imwrite(f"photos/{name}.png", image)
+    assert run(f"folder photos {SMALL}") == 0
+    with opened() as content:
+        ids = [content.read_image_with_name(f"{name}.png").image_id for name in "01"]
+        assert len(content.read_matches(*ids)) > 30
+        assert not content.exists_two_view_geometry(*ids)
