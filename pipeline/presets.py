@@ -8,6 +8,7 @@ changed folder is fetched again.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import io
 import os
@@ -113,8 +114,8 @@ def render_params(name: str, images: str = "", val_images: str = "", text: str =
     tree["fetch"].update(path=path, val_path=val_path)
     sections = params.parse(tree, f"preset {name}")
     # Refuse a folder of too few images before any stage runs.
-    containers = dataset.open_and_split_local(sections.fetch)[1].values()
-    tree["fetch"]["content"] = compute_json_digest([container.contents for container in containers])
+    entries, _ = dataset.list_local_images(sections.fetch)
+    tree["fetch"]["content"] = compute_json_digest(list(map(dataclasses.astuple, entries)))
     return _dump(yaml, tree)
 
 

@@ -7,14 +7,13 @@ downloaded archive.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
 from pipeline import errors, params, provenance, workers
 from pipeline.errors import RequestError
 from pipeline.fetch import coco, dataset
-from pipeline.fetch.dataset import Container, Entry, ImageSet, Splits
+from pipeline.fetch.dataset import Container, Entry, ImageSet
 from pipeline.params import Params
 from superglue_sift.files import check_writable, name_below, write_json
 
@@ -35,38 +34,30 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parser.parse_args(argv)
     sections = params.load(options.params)
     settings = sections.fetch
-    # The user's own images are checked before anything is written.
-    splits: Splits = {}
-    opened: Dict[str, Container] = {}
-    if settings.source == "folder":
-        splits, opened = dataset.open_and_split_local(settings)
-        copies = len(opened["train"].names) - len(splits["train"])
-        if settings.val_path and copies and not settings.limit:
-            print(f"fetch: {copies} training images left out: copies of held-out ones")
     for folder in (options.out, options.archives, options.reports):
         check_writable(folder / "manifest.csv", folder)
     # Copy the sample; all other images stay where they are, or are downloaded.
-    shutil.rmtree(options.out / BUNDLED, ignore_errors=True)
     if settings.source == "sample":
         entries = dataset.copy_sample(options.out / BUNDLED)
-        containers = {BUNDLED: {"kind": "folder", "path": BUNDLED}}
+        roots = {BUNDLED: {"kind": "folder", "path": BUNDLED}}
     else:
-        if settings.source != "folder":
-            splits, opened = coco.download_and_split(settings, options.archives)
-        entries = []
-        for split, names in splits.items():
-            # Val and test have one container, which may be that of train.
-            key = "val" if split != "train" and "val" in opened else "train"
-            entries += opened[key].read_entries(names, split, key)
-        containers = {
-            key: _describe_container(container, options.out) for key, container in opened.items()
+        if settings.source == "folder":
+            entries, containers = dataset.list_local_images(settings)
+            copies = len(containers["train"].names) - sum(e.split == "train" for e in entries)
+            if settings.val_path and copies and not settings.limit:
+                print(f"fetch: {copies} training images left out: copies of held-out ones")
+        else:
+            entries, containers = coco.list_images(settings, options.archives)
+        roots = {
+            key: _describe_container(container, options.out)
+            for key, container in containers.items()
         }
     # Say now what would otherwise stop the training or the evaluation after hours.
-    roots = {key: str(options.out / value["path"]) for key, value in containers.items()}
-    for line in check_held_out(ImageSet(entries, roots, settings.source), sections):
+    paths = {key: str(options.out / root["path"]) for key, root in roots.items()}
+    for line in check_held_out(ImageSet(entries, paths, settings.source), sections):
         print(f"fetch: {line}")
     dataset.write_manifest(options.out / "manifest.csv", entries)
-    write_json(options.out / "source.json", {"source": settings.source, "containers": containers})
+    write_json(options.out / "source.json", {"source": settings.source, "containers": roots})
     counts = {
         f"{split}_images": sum(entry.split == split for entry in entries)
         for split in dataset.SPLITS
@@ -176,7 +167,7 @@ def _describe_container(container: Container, out: Path) -> Dict[str, Any]:
     if not container.path.is_absolute():  # A clone can be moved
         path = name_below(container.path.resolve(), out.resolve())
     kind = "zip" if container.members else "folder"
-    return {**container.facts, "kind": kind, "path": path}
+    return {"kind": kind, "path": path}
 
 
 if __name__ == "__main__":

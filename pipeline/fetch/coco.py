@@ -1,9 +1,9 @@
-"""Download COCO's archives, or single images of them, and split their images.
+"""List COCO's images, and download its archives, or single images of them.
 
 A remote archive is read in parts, from the first address that answers. A whole archive grows as
 `NAME.part`, so a killed download resumes where it was. Only a file with the right MD5 is renamed to
-`NAME`. A file with another MD5 is moved to `NAME.bad`. The checksum protects against plain HTTP,
-against a file that changes between two requests, and against a wrong server.
+`NAME`. The checksum protects against plain HTTP, against a file that changes between two requests,
+and against a wrong server.
 
 With `fetch.limit`, single images are downloaded, many at a time. Each is checked against the CRC-32
 in the directory of the archive, since the published MD5 is that of the whole archive.
@@ -17,26 +17,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import sys
 import time
 import zipfile
-from functools import cached_property
 from pathlib import Path
-from typing import (
-    Any,
-    Callable,
-    Collection,
-    Dict,
-    Iterator,
-    List,
-    NamedTuple,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Collection, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import dataset
-from pipeline.fetch.dataset import SAMPLE, Container, Splits
+from pipeline.fetch.dataset import SAMPLE, Container, Entry
 from pipeline.params import FetchParams
 from superglue_sift.features.images import BadImage
 from superglue_sift.files import replace_file, resolve_link
@@ -47,7 +36,7 @@ PLAIN = "http://images.cocodataset.org/zips"
 MIRROR = "COCO_MIRROR"  # Environment variable: base address to use instead of the official one
 BLOCK = 1 << 22  # Bytes of a request. A kill or a broken connection loses at most these
 IMAGES_AT_ONCE = 32  # Images of a remote archive that are requested at once
-EXTRA_BYTES = 1 << 10  # More bytes than the extra field between a member's name and its data has
+HEADER_BYTES = 1 << 10  # More than the header in front of an image takes
 CONNECT_S = 10.0  # Seconds to connect
 SILENCE_S = 30.0  # Seconds without a byte, after which a connection counts as broken
 TRIES = 5  # Further tries after a failure
@@ -110,10 +99,8 @@ def estimate_download(source: str, limit: int = 0) -> Tuple[int, int]:
     return round(size), min(count, 2 * limit) if limit else count
 
 
-def download_and_split(
-    settings: FetchParams, archives: Path
-) -> Tuple[Splits, Dict[str, Container]]:
-    """Split the images of COCO, and download those that are missing.
+def list_images(settings: FetchParams, archives: Path) -> Tuple[List[Entry], Dict[str, Container]]:
+    """List and split the images of COCO, and download those that are missing.
 
     With `fetch.limit` only the images of the splits are downloaded, otherwise whole archives.
 
@@ -122,59 +109,59 @@ def download_and_split(
         archives: folder of the downloads.
 
     Returns:
-        The names of the images by split, and the containers by their key in source.json.
+        The entries of all images, and the containers by their key in source.json.
 
     Raises:
-        RequestError: If `fetch.path` does not hold the archives.
+        RequestError: If `fetch.path` does not hold the archives, or not all of their images.
         WorkError: If a download fails.
     """
-    archive_of_key = dict(zip(("train", "val"), SOURCES[settings.source]))
-    folder_names = " and ".join(Path(archive.file).stem for archive in archive_of_key.values())
-    incomplete_error = RequestError(
-        f"fetch.path = {settings.path}: must hold {folder_names}, as .zip or as folders"
-    )
-    if "val" in archive_of_key and Path(settings.path).is_file():
-        raise incomplete_error
-    # Open an archive that is there. Download a missing one, unless a limit needs only a part of it.
-    sources: Dict[str, Union[Container, RemoteArchive]] = {}
-    for key, archive in archive_of_key.items():
+    containers: Dict[str, Container] = {}
+    remote_archives: Dict[str, RemoteArchive] = {}  # Those of which a limit needs only a part
+    names: Dict[str, List[str]] = {}
+    for key, archive in zip(("train", "val"), SOURCES[settings.source]):
         target = archives / archive.file
         if settings.path or target.is_file():
-            sources[key] = _open_local_archive(archive, Path(settings.path or archives))
+            containers[key] = _open_local(archive, Path(settings.path or archives))
+        elif settings.limit:
+            remote_archives[key] = RemoteArchive(archive)
         else:
-            remote = RemoteArchive(archive)
-            sources[key] = remote if settings.limit else remote.download(target)
-    train = sources["train"].names
+            containers[key] = RemoteArchive(archive).download(target)
+        if key in containers:
+            names[key] = containers[key].names
+        else:
+            names[key] = list(remote_archives[key].read_directory())
+        if not settings.limit and len(names[key]) != archive.images:
+            raise RequestError(
+                f"{containers[key].path}: {len(names[key])} images of {Path(archive.file).stem},"
+                f" which has {archive.images}; complete it, or set fetch.limit"
+            )
     held_out = None
-    if "val" in sources:
-        names = sources["val"].names
-        if not set(names).isdisjoint(train):
-            raise incomplete_error
-        held_out = dataset.hold_out(names, min(1.0, HELD_OUT_IMAGES / len(names)), dataset.SEED)[1]
-    splits = dataset.split_names(train, settings, {}, held_out)
-    names = {name for split in splits.values() for name in split}
-    containers = {
-        key: source.download_images(names, archives)
-        if isinstance(source, RemoteArchive)
-        else source
-        for key, source in sources.items()
-    }
-    return splits, containers
+    if "val" in names:
+        fraction = min(1.0, HELD_OUT_IMAGES / len(names["val"]))
+        held_out = dataset.hold_out(names["val"], fraction, dataset.SEED)[1]
+    splits = dataset.split_names(names["train"], settings, {}, held_out)
+    wanted = {name for split in splits.values() for name in split}
+    for key, remote in remote_archives.items():
+        containers[key] = remote.download_images(wanted, archives)
+    return dataset.make_entries(splits, containers), containers
 
 
-def _open_local_archive(archive: Archive, path: Path) -> Container:
-    """Open a local archive, which is a zip or the folder that it unpacks to."""
-    for zip_path in (path, path / archive.file):
-        if zip_path.is_file():
-            # Each image is checked against its CRC-32 when it is read.
-            if zip_path.stat().st_size != archive.size:
-                raise RequestError(f"{zip_path}: must have {archive.size} bytes; download it again")
-            return dataset.open_zip(zip_path, size=archive.size)
+def _open_local(archive: Archive, path: Path) -> Container:
+    """Open an archive that is at `path` or in it: the zip, or the folder that it unpacks to.
+
+    Its images have the names that they have in the zip, which decide the splits.
+    """
     stem = Path(archive.file).stem
-    if not (path / stem).is_dir():
-        return dataset.open_container(path)
-    names = dataset.open_container(path / stem).names
-    return Container(path, [f"{stem}/{name}" for name in names])
+    folders = (path, path / "images")
+    if path.name in (archive.file, stem):
+        folders = (path.parent,)
+    for folder in folders:
+        if (folder / archive.file).is_file():
+            return dataset.open_zip(folder / archive.file)
+        if (folder / stem).is_dir():
+            names = dataset.open_container(folder / stem).names
+            return Container(folder, [f"{stem}/{name}" for name in names])
+    raise RequestError(f"fetch.path = {path}: has no {archive.file}, and no folder {stem}")
 
 
 # --- remote archives
@@ -185,33 +172,29 @@ class RemoteArchive:
 
     Attributes:
         archive: what is published about it.
-        names: the names of its images. They are read from the server once. Raises WorkError if no
-            address serves parts of the archive.
+        members: its images by name, after `read_directory`.
     """
 
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
+        self.members: Dict[str, zipfile.ZipInfo] = {}
         mirror = os.environ.get(MIRROR, "").rstrip("/")  # Replaces the official addresses
         self._urls = [f"{base}/{archive.file}" for base in ([mirror] if mirror else [TLS, PLAIN])]
 
-    @property
-    def names(self) -> List[str]:
-        return list(self._members_on_server)
+    def read_directory(self) -> Dict[str, zipfile.ZipInfo]:
+        """Read the images of the archive, by name, from its directory on the server.
 
-    @cached_property
-    def _members_on_server(self) -> Dict[str, zipfile.ZipInfo]:
-        """Read the images of the archive, by name, from its directory on the server."""
+        Raises:
+            WorkError: If no address serves parts of the archive.
+        """
 
         def read(files: Any, url: str) -> List[zipfile.ZipInfo]:
             # The last bytes say where the directory is, so zipfile reads these two parts only.
             with files.open(url, size=self.archive.size, block_size=1 << 16) as stream:
-                try:
-                    return zipfile.ZipFile(stream).infolist()
-                except (zipfile.BadZipFile, NotImplementedError) as error:
-                    raise WorkError(f"{url}: its directory cannot be read: {error}") from None
+                return zipfile.ZipFile(stream).infolist()
 
-        members = dataset.select_and_check_members(self._try_addresses(read), self.archive.file)
-        return {member.filename: member for member in members}
+        self.members = dataset.select_images(self._try_addresses(read))
+        return self.members
 
     def download_images(self, names: Collection[str], folder: Path) -> Container:
         """Download the images that are among `names` into a zip in `folder`, unless it exists.
@@ -220,72 +203,42 @@ class RemoteArchive:
             WorkError: If no address serves them, or if a CRC-32 is wrong.
         """
         target = resolve_link(folder / f"{Path(self.archive.file).stem}.part-of.zip")
-        members = [member for name, member in self._members_on_server.items() if name in names]
-        crcs = [(member.filename, member.CRC) for member in members]
-        facts = {"partial": "CRC-32 of each image checked, MD5 of the whole not"}
+        members = [member for name, member in self.members.items() if name in names]
         if target.is_file():
-            container = dataset.open_zip(target, **facts)
-            if [(name, member.CRC) for name, member in (container.members or {}).items()] == crcs:
+            container = dataset.open_zip(target)
+            present = [member.CRC for member in (container.members or {}).values()]
+            if present == [member.CRC for member in members]:
                 return container
         temporary = target.with_name(target.name + ".part")
         target.parent.mkdir(parents=True, exist_ok=True)
-        progress_options = {
-            "desc": f"images for {target.name}",
-            "total": len(members),
-            "unit": "image",
-        }
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as out:
-            for member, data in zip(
-                members, Progress(self._download_and_check(members), **progress_options)
-            ):
-                out.writestr(zipfile.ZipInfo(member.filename), data)
+        with (
+            zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as out,
+            Progress(total=len(members), desc=f"images for {target.name}", unit="image") as bar,
+        ):
+            for first in range(0, len(members), IMAGES_AT_ONCE):
+                group = members[first : first + IMAGES_AT_ONCE]
+                for member, data in zip(group, self._download_and_check(group)):
+                    out.writestr(zipfile.ZipInfo(member.filename), data)
+                    bar.update()
         replace_file(temporary, target)
-        return dataset.open_zip(target, **facts)
+        return dataset.open_zip(target)
 
     def _download_and_check(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
-        """Yield the bytes of these images, in order.
-
-        Raises:
-            WorkError: If a CRC-32 is wrong.
-        """
-        for first in range(0, len(members), IMAGES_AT_ONCE):
-            group = members[first : first + IMAGES_AT_ONCE]
-            for member, data in zip(group, self._download_members(group)):
-                # The header in front of the data says where they begin.
-                entry = dataset.make_member_entry(member, data, self.archive.file)
-                begin = entry.offset - member.header_offset
-                try:
-                    yield dataset.unpack_and_check(data[begin : begin + entry.packed], entry)
-                except BadImage:
-                    raise WorkError(
-                        f"{self._urls[0]}: '{member.filename}' arrived with a wrong CRC-32; run"
-                        " again"
-                    ) from None
-
-    def _download_members(self, members: Sequence[zipfile.ZipInfo]) -> List[bytes]:
-        """Download these members with their headers. What has arrived is not requested again."""
-        downloaded: Dict[int, bytes] = {}  # By the offset of the header
-        # The length of a header is not known yet, so more bytes are read than may be needed.
-        sizes = {
-            member.header_offset: dataset.HEADER
-            + 4 * len(member.filename)
-            + EXTRA_BYTES
-            + member.compress_size
-            for member in members
-        }
-
-        def read(files: Any, url: str) -> None:
-            starts = [start for start in sizes if start not in downloaded]
-            ends = [min(start + sizes[start], self.archive.size) for start in starts]
-            results = files.cat_ranges([url] * len(starts), starts, ends, on_error="return")
-            downloaded.update(
-                (start, data) for start, data in zip(starts, results) if isinstance(data, bytes)
-            )
-            if len(downloaded) < len(members):
-                raise next(result for result in results if isinstance(result, Exception))
-
-        self._try_addresses(read)
-        return [downloaded[start] for start in sizes]
+        """Download these images at once, and yield the bytes of each."""
+        # The length of the header in front of an image is not known yet.
+        starts = [member.header_offset for member in members]
+        ends = [member.header_offset + HEADER_BYTES + member.compress_size for member in members]
+        ends = [min(end, self.archive.size) for end in ends]
+        parts = self._try_addresses(
+            lambda files, url: files.cat_ranges([url] * len(starts), starts, ends)
+        )
+        for member, part in zip(members, parts):
+            entry = dataset.make_member_entry(member, part)
+            begin = entry.offset - member.header_offset
+            try:
+                yield dataset.unpack_and_check(part[begin : begin + entry.packed], entry)
+            except BadImage as error:
+                raise WorkError(f"{self._urls[0]}: {error}; run again") from None
 
     def download(self, target: Path) -> Container:
         """Download the whole archive to `target`, and show the progress. Return its container.
@@ -309,19 +262,15 @@ class RemoteArchive:
                 stream.write(block)
                 stream.flush()
                 bar.update(len(block))
-            os.fsync(stream.fileno())
-        # Only the published bytes get the final name.
         md5 = compute_md5(part_path)
         if md5 != self.archive.md5:
-            bad_path = target.with_name(target.name + ".bad")
-            os.replace(part_path, bad_path)
+            part_path.unlink()
             raise WorkError(
-                f"{target.name}: wrong MD5 {md5}, expected {self.archive.md5}; moved to"
-                f" {bad_path}; `dvc repro fetch` downloads it from scratch, {MIRROR} chooses"
-                " another address"
+                f"{target.name}: wrong MD5 {md5}, expected {self.archive.md5}; run again, or set"
+                f" {MIRROR} to another address"
             )
         replace_file(part_path, target)
-        return dataset.open_zip(target, size=size)
+        return dataset.open_zip(target)
 
     def _download_block(self, start: int, end: int) -> bytes:
         """Download the bytes from `start` to `end` of the archive."""
@@ -355,16 +304,22 @@ class RemoteArchive:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         options = {"timeout": timeout, "trust_env": True}
         files = fsspec.filesystem("http", client_kwargs=options)
-        problems = []
-        for url in list(self._urls):
+        problems: List[str] = []
+        while len(problems) < len(self._urls):
+            url = self._urls[0]
             problem = ""
-            for failures in range(1, TRIES + 2):
+            for failures in range(TRIES + 1):
+                sleep(2.0**failures - 1.0)
                 try:
                     return action(files, url)
                 except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-                    problem = f"{type(error).__name__}: {error}"
-                    sleep(min(2.0**failures / 2 - 0.5, 30.0))
-            problems.append(f"{url}: {problem}")
+                    problem = f"{url}: {type(error).__name__}: {error}"
+                if failures == 0:
+                    # Say what follows, since all tries take up to two minutes.
+                    others = self._urls[1 : len(self._urls) - len(problems)]
+                    plan = ", then ".join([f"trying {TRIES} more times", *others])
+                    Progress.write(f"{problem}; {plan}", file=sys.stderr)
+            problems.append(problem)
             self._urls = [*self._urls[1:], url]
         raise WorkError(
             f"{self.archive.file} cannot be downloaded ({'; '.join(problems)}); what arrived is"

@@ -5,8 +5,9 @@ validation and test.
 
 The manifest has one row for each image, whose columns are the fields of `Entry`. An image takes
 `packed` bytes at `offset` of a file. In a folder this file is `member`, and in a zip it is the zip
-itself. Any number of processes can thus read a zip in place, without its directory. `source.json`
-contains the path of each folder and zip.
+itself. Thus any number of processes can read a zip in place. `zipfile` would read the directory in
+each of them, which takes 2 s and 67 MiB for train2017. `source.json` has the path of each folder
+and zip.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import os
 import re
 import shutil
 import struct
-import unicodedata
-import urllib.parse
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -28,13 +27,13 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from pipeline.errors import RequestError
 from pipeline.params import FetchParams
 from superglue_sift.features.images import BadImage
 from superglue_sift.features.photo_folder import EXTENSIONS, is_photo, list_photos
-from superglue_sift.files import find_spelling, read_lines, write_csv
+from superglue_sift.files import find_spelling, read_json, read_lines, write_csv
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.progress import Progress
 
@@ -44,7 +43,6 @@ STORED = 0
 DEFLATED = 8
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 HEADER = _LOCAL_HEADER.size
-MAX_IMAGE_BYTES = 1 << 29  # Largest image of a zip, against zip bombs
 # Names of COCO's files, with the prefix of 2014 or without one as in 2017, and of its folders and
 # archives.
 _COCO_FILE = re.compile(r"(COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")
@@ -54,6 +52,8 @@ MAX_UPSCALE = 2.0  # Most view pixels per image pixel. It limits how small image
 MAX_SIDE = 32_767  # px. cv2.warpPerspective takes images with shorter sides
 
 SEED = 0  # Seed of the hash of names, which decides the split
+FEW_HELD_OUT = 12  # Least number of images to hold out of 24 or more: six to validate, six to test
+FEW_TESTED = 16  # Least number to validate and to test, of enough held-out images
 Splits = Dict[str, List[str]]  # Names of the images by split
 
 # Photographs of scikit-image's wheel with corners and blobs to detect, without drawings and
@@ -116,24 +116,15 @@ def read_manifest(path: Path) -> List[Entry]:
     """Read the entries of a manifest.
 
     Raises:
-        RequestError: If there is no manifest, or if a line is wrong. The error names the line.
+        RequestError: If there is no manifest.
     """
     try:
         with path.open(newline="", encoding="utf-8", errors="surrogateescape") as stream:
             rows = list(csv.DictReader(stream))
-    except OSError:
+    except FileNotFoundError:
         raise RequestError(f"{path}: no manifest here; run `dvc repro fetch` first") from None
-    entries = []
-    # Line 1 has the names of the columns.
-    for line, row in enumerate(rows, 2):
-        try:
-            numbers = {key: int(row[key]) for key in ("size", "offset", "packed", "method")}
-            entries.append(Entry(**{**row, **numbers}))
-        except (KeyError, TypeError, ValueError):
-            raise RequestError(
-                f"{path} line {line}: not a manifest row; run `dvc repro -f fetch`"
-            ) from None
-    return entries
+    numbers = ("size", "offset", "packed", "method")
+    return [Entry(**{**row, **{key: int(row[key]) for key in numbers}}) for row in rows]
 
 
 # --- reading images that are listed
@@ -209,22 +200,16 @@ def open_manifest(folder: Path) -> ImageSet:
         RequestError: If the folder is missing or incomplete, or if the images are gone.
     """
     entries = read_manifest(folder / "manifest.csv")
-    try:
-        content = json.loads((folder / "source.json").read_text(encoding="utf-8"))
-        keys = sorted({entry.container for entry in entries})
-        roots = {key: str(folder / content["containers"][key]["path"]) for key in keys}
-        source = str(content.get("source", ""))
-    except (OSError, ValueError, KeyError, TypeError):
-        raise RequestError(
-            f"{folder}/source.json: missing or damaged; run `dvc repro -f fetch`"
-        ) from None
+    content = read_json(folder / "source.json", "missing; run `dvc repro -f fetch`")
+    keys = sorted({entry.container for entry in entries})
+    roots = {key: str(folder / content["containers"][key]["path"]) for key in keys}
     for root in roots.values():
         if not os.path.exists(root):
             raise RequestError(
                 f"{os.path.normpath(root)}: no images there; `dvc repro -f -s fetch` finds or"
                 " downloads them"
             )
-    return ImageSet(entries, roots, source)
+    return ImageSet(entries, roots, content["source"])
 
 
 def unpack_and_check(data: bytes, entry: Entry) -> bytes:
@@ -277,11 +262,12 @@ def find_sample_folder() -> Path:
 
 
 def copy_sample(target: Path) -> List[Entry]:
-    """Copy the bundled photographs into the new folder `target`.
+    """Copy the bundled photographs into the folder `target`, which is emptied.
 
     Returns:
         The entries of the photographs, with the splits of SAMPLE.
     """
+    shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     entries = []
     for split, names in SAMPLE.items():
@@ -301,13 +287,11 @@ class Container:
     Attributes:
         path: path of the folder or zip.
         names: names of the images, sorted, relative to the folder or zip.
-        facts: what source.json says about it, such as the size of an archive.
         members: the members of a zip by name. It is None for a folder.
     """
 
     path: Path
     names: List[str]
-    facts: Dict[str, Any] = field(default_factory=dict)
     members: Optional[Dict[str, zipfile.ZipInfo]] = None
 
     _known_entries: Dict[str, Entry] = field(default_factory=dict)  # Read so far, by name
@@ -344,7 +328,7 @@ class Container:
         member = self.members[name]
         with self.path.open("rb") as stream:
             stream.seek(member.header_offset)
-            return make_member_entry(member, stream.read(HEADER), self.path)
+            return make_member_entry(member, stream.read(HEADER))
 
 
 def open_container(path: Union[str, Path], root: str = "") -> Container:
@@ -356,7 +340,7 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
             "", this is the folder of that file.
 
     Raises:
-        RequestError: If there is nothing at `path`, no image in it, or an image is missing.
+        RequestError: If there is nothing at `path`, or no image in it.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -367,12 +351,11 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
         container = Container(path, sorted(file.relative_to(path).as_posix() for file in photos))
     elif suffix == ".zip":
         container = open_zip(path)
-    # A list or an annotation file names images of a folder or zip.
-    elif suffix in (".txt", ".json"):
-        names = (
-            _read_annotations(path) if suffix == ".json" else [line for _, line in read_lines(path)]
-        )
+    elif suffix == ".txt":
+        names = [line for _, line in read_lines(path)]
         container = _open_listed(path, Path(root or path.parent), names)
+    elif suffix == ".json":
+        container = _open_listed(path, Path(root or path.parent), _read_annotations(path))
     else:
         raise RequestError(
             f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations"
@@ -384,164 +367,71 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
     return container
 
 
-def open_zip(path: Path, **facts: Any) -> Container:
+def open_zip(path: Path) -> Container:
     """Open a zip with all of its images, which are read in place.
 
-    Args:
-        path: the zip.
-        facts: what source.json is to say about it.
-
     Raises:
-        RequestError: If the zip is damaged or unsafe.
+        RequestError: If it is no whole zip.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            all_members = archive.infolist()
-    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise RequestError(
-            f"{path}: not a whole zip archive ({error}); copy it again, or name another"
-        ) from None
-    members = {member.filename: member for member in select_and_check_members(all_members, path)}
-    return Container(path, list(members), facts, members)
+            members = select_images(archive.infolist())
+    except zipfile.BadZipFile as error:
+        raise RequestError(f"{path}: not a whole zip: {error}") from None
+    return Container(path, list(members), members)
+
+
+def select_images(members: Iterable[zipfile.ZipInfo]) -> Dict[str, zipfile.ZipInfo]:
+    """Return the members of a zip that are images, by name, sorted."""
+    images = [member for member in members if is_photo(member.filename)]
+    return {image.filename: image for image in sorted(images, key=lambda image: image.filename)}
 
 
 def _open_listed(path: Path, root: Path, names: Sequence[str]) -> Container:
     """Open the folder or zip `root` with the images `names`, which the file `path` lists.
 
-    Many programs name files without a folder, or with a folder of another machine. Such a name is
-    searched by its file name in all folders below `root`. This holds for a name without a folder,
-    for a name that leads outside `root`, and for every missing name of an annotation file. A name
-    that is missing in a folder stays in the result, and is reported when it is read.
+    A file that is missing in a folder is reported as a bad image when it is read.
     """
-    if not root.exists():
+    if root.is_file():
+        container = open_zip(root)
+        present = set(names).intersection(container.names)
+        missing = set(names) - present
+    else:
+        container = Container(root, [])
+        spellings = {name: find_spelling(root, name) for name in names}
+        present = set(filter(None, spellings.values()))
+        missing = {name for name, spelling in spellings.items() if not spelling}
+    if missing and (container.members or not present):
         raise RequestError(
-            f"{root}: no such folder; fetch.root must hold the images that {path} lists"
+            f"{path}: {len(missing)} of {len(names)} images are not in {root}, such as"
+            f" '{min(missing)}'; set fetch.root"
         )
-    # A zip lists all of its images. A folder is listed below, if a name has to be searched.
-    container = open_zip(root) if root.is_file() else Container(root, [])
-    member_of_name = {_compose_accents(name): name for name in container.names}
-    root_path = os.path.abspath(root)
-    present = []
-    missing = []
-    # First look for every name at its own path.
-    for name in names:
-        path_in_root = os.path.abspath(os.path.join(root_path, name))
-        is_inside = (
-            ".." not in name.split("/")
-            and os.path.commonpath([root_path, path_in_root]) == root_path
-        )
-        relative = (
-            os.path.relpath(path_in_root, root_path) if is_inside else name.rpartition("/")[2]
-        )
-        stored_name = (
-            member_of_name.get(_compose_accents(relative))
-            if member_of_name
-            else find_spelling(root, relative)
-        )
-        if stored_name is None:
-            missing.append(relative)
-        else:
-            present.append(stored_name)
-    # Otherwise take the first file of that name in a folder below `root`.
-    searched_names = [name for name in missing if "/" not in name or path.suffix.lower() == ".json"]
-    if searched_names:
-        searched_container = container if member_of_name else open_container(root)
-        by_file = {
-            _compose_accents(name).rpartition("/")[2]: name
-            for name in reversed(searched_container.names)
-        }
-        file_of_name = {
-            name: by_file.get(_compose_accents(name).rpartition("/")[2]) for name in searched_names
-        }
-        present += [file for file in file_of_name.values() if file]
-        missing = [name for name in missing if not file_of_name.get(name)]
-    if missing and (member_of_name or not present):
-        further = f" (and {len(missing) - 1} more)"
-        raise RequestError(f"{path}: '{missing[0]}' is not in {root}{further}; set fetch.root")
-    return replace(container, names=sorted({*present, *missing}))
-
-
-def _compose_accents(name: str) -> str:
-    """Return a name in which an accented letter is one character, unlike on a Mac."""
-    return unicodedata.normalize("NFC", name.replace("\\", "/"))
+    return replace(container, names=sorted(present | missing))
 
 
 def _read_annotations(path: Path) -> List[str]:
     """Return the names of the images in a COCO annotation file.
 
-    Files of other programs work, too. Label Studio writes backslashes, `../` and addresses of its
-    server. LVIS writes `coco_url` in place of `file_name`. Programs on Windows write a byte order
-    mark.
-
     Raises:
         RequestError: If it is no COCO annotation file.
     """
     try:
-        content = json.loads(path.read_bytes())  # It detects UTF-8, UTF-16 and UTF-32
-        listed = [image.get("file_name") or image["coco_url"] for image in content["images"]]
-        names = [str(name).replace("\\", "/") for name in listed]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        # json.loads detects UTF-8 and UTF-16 by their bytes.
+        return [image["file_name"] for image in json.loads(path.read_bytes())["images"]]
+    except (ValueError, KeyError, TypeError):
         raise RequestError(
             f"{path}: is not a COCO annotation file; it must have a list `images`, each with a"
             " `file_name`"
         ) from None
-    return [
-        urllib.parse.unquote(urllib.parse.urlsplit(name).path).lstrip("/")
-        if "://" in name
-        else name
-        for name in names
-    ]
 
 
-# --- zip archives
-
-
-def select_and_check_members(
-    members: Sequence[zipfile.ZipInfo], path: object
-) -> List[zipfile.ZipInfo]:
-    """Return the photographs among the members of a zip, sorted by name.
-
-    Names are checked although nothing is unpacked, since later stages write them into files.
-
-    Args:
-        members: the members of the zip.
-        path: the zip, named in errors.
-
-    Raises:
-        RequestError: If there is no photograph, or if one cannot be read in place: it is encrypted,
-            too large, neither stored nor deflated, or its name points outside the zip. The error
-            names the member.
-    """
-    images = [member for member in members if is_photo(member.filename)]
-    for member in images:
-        name = member.filename
-        problem = ""
-        if name.startswith(("/", "\\")) or ":" in name.split("/")[0] or ".." in name.split("/"):
-            problem = "points outside the archive"
-        elif member.compress_type not in (STORED, DEFLATED) or member.flag_bits & 1:
-            problem = "is encrypted, or compressed by another method than stored and deflate"
-        elif member.file_size > MAX_IMAGE_BYTES:
-            problem = f"would grow to {member.file_size} bytes"
-        if problem:
-            raise RequestError(f"{path}: refused, its member '{name}' {problem}")
-    if not images:
-        raise RequestError(f"{path}: holds no images ({len(members)} other members)")
-    return sorted(images, key=lambda member: member.filename)
-
-
-def make_member_entry(member: zipfile.ZipInfo, header: bytes, path: object) -> Entry:
+def make_member_entry(member: zipfile.ZipInfo, header: bytes) -> Entry:
     """Make the entry of a member of a zip, without split and container.
 
     Args:
         member: what the directory of the zip says about it.
         header: the bytes at the offset of the member, at least HEADER.
-        path: the zip, which errors name.
-
-    Raises:
-        RequestError: If the bytes are no header.
     """
-    if len(header) < HEADER or header[:4] != b"PK\x03\x04":
-        raise RequestError(f"{path}: refused, no data where its directory puts '{member.filename}'")
     *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
     offset = member.header_offset + HEADER + name_length + extra_length
     position = (offset, member.compress_size, member.compress_type)
@@ -580,13 +470,13 @@ def hash_fraction(seed: int, name: str) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def open_and_split_local(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
-    """Open and split the user's own images.
+def list_local_images(settings: FetchParams) -> Tuple[List[Entry], Dict[str, Container]]:
+    """List and split the user's own images.
 
     They are one set, of which a part is held out, or two sets (`fetch.val_path`).
 
     Returns:
-        The names of the images by split, and the containers by their key in source.json.
+        The entries of all images, and the containers by their key in source.json.
 
     Raises:
         RequestError: If a path is wrong, or if no image is left to train or to validate. Test
@@ -597,25 +487,39 @@ def open_and_split_local(settings: FetchParams) -> Tuple[Splits, Dict[str, Conta
     contents = containers["train"].contents
     held_out = None
     if settings.val_path:
-        val_container = containers["val"] = open_container(settings.val_path, settings.root)
+        containers["val"] = open_container(settings.val_path, settings.root)
         if Path(settings.path).resolve() == Path(settings.val_path).resolve():
             raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
         # Leave out training images that are copies of held-out ones.
-        copies = set(val_container.contents.values())
+        copies = set(containers["val"].contents.values())
         names = [name for name in names if contents[name] not in copies]
-        contents = val_container.contents
-        held_out = val_container.names
+        contents = containers["val"].contents
+        held_out = containers["val"].names
     splits = split_names(names, settings, contents, held_out)
-    empty_splits = [split for split in ("train", "val") if not splits[split]]
-    if empty_splits:
-        container = containers.get(empty_splits[0], containers["train"])
-        raise RequestError(
-            f"{container.path}: {len(set(container.contents.values()))} different image(s), and"
-            f" none for {' and '.join(empty_splits)}; at least two are needed, one to train and one"
-            " to validate, which is no copy: give more images, or change fetch.val_fraction and"
-            " fetch.test_fraction"
-        )
-    return splits, containers
+    for split in ("train", "val"):
+        if not splits[split]:
+            container = containers.get(split, containers["train"])
+            raise RequestError(
+                f"{container.path}: {len(set(container.contents.values()))} different images, and"
+                f" none for {split}; give more images, or change fetch.val_fraction and"
+                " fetch.test_fraction"
+            )
+    return make_entries(splits, containers), containers
+
+
+def make_entries(splits: Splits, containers: Mapping[str, Container]) -> List[Entry]:
+    """Make the entries of all images.
+
+    Args:
+        splits: the names of the images by split.
+        containers: the containers by their key in source.json. Val and test have one container,
+            which is that of train if there is no key "val".
+    """
+    entries = []
+    for split, names in splits.items():
+        key = "val" if split != "train" and "val" in containers else "train"
+        entries += containers[key].read_entries(names, split, key)
+    return entries
 
 
 def split_names(
@@ -638,10 +542,11 @@ def split_names(
         return len({contents.get(name, name) for name in names})
 
     if held_out is None:
-        # In a small set, chance could hold out too few images to judge by.
+        # Chance could hold out too few images of a small set to judge by.
         count = count_different_images(train)
-        min_held_out = max(2, min(8, count // 3), min(round(settings.val_fraction * count), 32))
-        train, held_out = hold_out(train, settings.val_fraction, SEED, min_held_out, 1, contents)
+        expected = round(settings.val_fraction * count)
+        minimum = max(min(FEW_HELD_OUT, count // 2), min(expected, 2 * FEW_TESTED))
+        train, held_out = hold_out(train, settings.val_fraction, SEED, (1, minimum), contents)
     # Keep the names with the smallest hashes, so that a larger limit only adds names.
     train, held_out = (
         sorted(
@@ -649,12 +554,12 @@ def split_names(
         )
         for names in (train, held_out)
     )
-    test_count = round(settings.test_fraction * count_different_images(held_out))
-    min_test = max(1, min(test_count, 16))
-    min_val = max(1, min(count_different_images(held_out) - test_count, 16))
+    count = count_different_images(held_out)
+    expected = round(settings.test_fraction * count)
+    minima = (max(1, min(count - expected, FEW_TESTED)), max(1, min(expected, FEW_TESTED)))
     # The seed is another one, because by the seed above all held-out images have small hashes, and
     # would all go to test.
-    val, test = hold_out(held_out, settings.test_fraction, SEED + 1, min_test, min_val, contents)
+    val, test = hold_out(held_out, settings.test_fraction, SEED + 1, minima, contents)
     return {"train": train, "val": val, "test": test}
 
 
@@ -662,22 +567,21 @@ def hold_out(
     names: Sequence[str],
     fraction: float,
     seed: int,
-    min_held_out: int = 1,
-    min_kept: int = 1,
+    minima: Tuple[int, int] = (1, 1),
     contents: Mapping[str, str] = MappingProxyType({}),
 ) -> Tuple[List[str], List[str]]:
     """Divide the names into those to keep and those to hold out, each sorted.
 
-    The hash of a name decides, so other images do not move it. Copies go where the first of them
+    An image is held out if the hash of its name is below the fraction. If a part then has fewer
+    images than its minimum, it gets those whose hashes come next. Copies go where the first of them
     goes, and count as one image.
 
     Args:
         names: the names to divide.
         fraction: about the fraction of the images to hold out.
         seed: seed of the hash.
-        min_held_out: smallest number of images to hold out, if there are enough and the fraction is
-            between 0 and 1.
-        min_kept: smallest number of images to keep, if the fraction is between 0 and 1.
+        minima: smallest numbers of images to keep and to hold out, if the fraction is between 0 and
+            1. The first one comes first.
         contents: a text for each name, which is equal for copies. A name that it lacks is the only
             one of its image.
     """
@@ -688,7 +592,7 @@ def hold_out(
     ranked = sorted((hash_fraction(seed, name), name) for name in first_of_content.values())
     count = sum(value < fraction for value, _ in ranked)
     if 0.0 < fraction < 1.0:
-        count = max(min(max(count, min_held_out), len(ranked) - min_kept), 0)
+        count = max(min(max(count, minima[1]), len(ranked) - minima[0]), 0)
     first_held_out = {name for _, name in ranked[:count]}
     held_out = {
         name for name in names if first_of_content[contents.get(name, name)] in first_held_out

@@ -40,7 +40,7 @@ ARCHIVE = coco.Archive("file.zip", hashlib.md5(DATA).hexdigest(), 1, len(DATA))
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
-    """Small blocks, and no waiting; the seconds that would have been waited."""
+    """Small blocks, and the seconds that the downloads would have waited."""
     waited = []
     monkeypatch.setattr(coco, "sleep", waited.append)
     monkeypatch.setattr(coco, "BLOCK", BLOCK)
@@ -106,24 +106,37 @@ def test_a_second_address_takes_over_where_the_first_one_left(server, tmp_path, 
     other.close()
 
 
-@pytest.mark.parametrize("fault, said", [("503", "503"), ("whole", "range requests")])
-def test_it_gives_up_after_some_tries_and_keeps_what_it_has(server, tmp_path, waits, fault, said):
+@pytest.mark.parametrize("fault", ["503", "whole"])
+def test_it_gives_up_after_some_tries_and_keeps_what_it_has(server, tmp_path, waits, capsys, fault):
     server.faults = [None, *[fault] * (coco.TRIES + 1)]
-    with pytest.raises(WorkError, match=f"{said}.*what arrived is kept: run again.*COCO_MIRROR"):
+    with pytest.raises(WorkError, match=rf"file\.zip.*{server.url}.*COCO_MIRROR"):
         fetch(tmp_path)
-    assert len(waits) == coco.TRIES + 1 and not server.faults
+    assert sum(waits) > 30 and not server.faults
+    # The first failure is reported at once.
+    assert capsys.readouterr().err.count(f"{coco.TRIES} more times") == 1
     server.requests.clear()
     fetch(tmp_path)
     assert server.requests[0] == f"bytes={BLOCK}-{2 * BLOCK - 1}"
 
 
-def test_a_wrong_checksum_is_put_aside_and_both_are_named(server, tmp_path):
+def test_a_file_with_a_wrong_checksum_is_deleted(server, tmp_path):
     server.data = bytes([DATA[0] ^ 1]) + DATA[1:]
-    wrong = hashlib.md5(server.data).hexdigest()
-    said = f"wrong MD5 {wrong}, expected {ARCHIVE.md5}; moved to .*file.zip.bad"
-    with pytest.raises(WorkError, match=said):
+    with pytest.raises(WorkError, match=hashlib.md5(server.data).hexdigest()):
         fetch(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["file.zip.bad"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_network_a_line_says_what_is_tried_next(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(coco.MIRROR, raising=False)
+    monkeypatch.setattr(coco, "TLS", "http://127.0.0.1:9")
+    monkeypatch.setattr(coco, "PLAIN", "http://127.0.0.1:10")
+    with pytest.raises(WorkError):
+        fetch(tmp_path)
+    first, second = capsys.readouterr().err.strip().splitlines()
+    assert first.startswith("http://127.0.0.1:9/") and first.endswith(
+        "http://127.0.0.1:10/file.zip"
+    )
+    assert second.startswith("http://127.0.0.1:10/")
 
 
 @pytest.mark.parametrize("kept", [BLOCK + 7, len(DATA)])

@@ -1,10 +1,11 @@
-"""Which images there are: folders, the manifest, reading them back from folders and archives."""
+"""Folders, zips and lists of images, the manifest, and reading its images."""
 
+import hashlib
 import json
 import os
 import shutil
-import unicodedata
 import zipfile
+import zlib
 
 import cv2
 import pytest
@@ -33,13 +34,9 @@ def test_manifest_survives_a_round_trip_and_does_not_depend_on_order(tmp_path):
     ]
 
 
-def test_a_damaged_manifest_names_its_line(tmp_path):
-    path = tmp_path / "manifest.csv"
-    with pytest.raises(RequestError, match="run `dvc repro fetch`"):
-        dataset.read_manifest(path)
-    path.write_text("name,split,container,member,size,crc32,offset,packed,method\na,b,c,d,many\n")
-    with pytest.raises(RequestError, match="line 2"):
-        dataset.read_manifest(path)
+def test_a_missing_manifest_is_named(tmp_path):
+    with pytest.raises(RequestError, match=r"manifest\.csv"):
+        dataset.open_manifest(tmp_path)
 
 
 def test_images_read_back_and_a_changed_one_is_bad(image_folder):
@@ -59,26 +56,26 @@ def test_images_read_back_and_a_changed_one_is_bad(image_folder):
         images.read(second)
 
 
-@pytest.mark.parametrize(
-    "name", ["../out.jpg", "/etc/out.jpg", "a/../../b.jpg", "C:/x.jpg", "\\\\host\\x.jpg"]
-)
-def test_archives_with_names_that_lead_outside_are_refused(tmp_path, name):
-    with zipfile.ZipFile(tmp_path / "slip.zip", "w") as out:
-        out.writestr(name, b"x")
-    with pytest.raises(RequestError, match="points outside"):
-        dataset.open_zip(tmp_path / "slip.zip")
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_images_of_a_zip_are_read_in_place(tmp_path, photo, method):
+    data = cv2.imencode(".bmp", photo)[1].tobytes()
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as out:
+        out.writestr("readme.txt", "no image")
+        out.writestr("b/ä.bmp", data)
+    container = open_container(tmp_path / "a.zip")
+    assert container.names == ["b/ä.bmp"]
+    (entry,) = container.read_entries(container.names, "train", "train")
+    images = dataset.ImageSet([entry], {"train": str(tmp_path / "a.zip")})
+    assert images.read(entry) == data
 
 
-def test_bombs_and_other_methods_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "MAX_IMAGE_BYTES", 999_999)
-    for method, said in (
-        (zipfile.ZIP_DEFLATED, "'a.jpg' would grow to 1000000 bytes"),
-        (zipfile.ZIP_LZMA, "another method than stored and deflate"),
-    ):
-        with zipfile.ZipFile(tmp_path / "bomb.zip", "w", method) as out:
-            out.writestr("a.jpg", bytes(1_000_000))
-        with pytest.raises(RequestError, match=said):
-            dataset.open_zip(tmp_path / "bomb.zip")
+def test_images_of_a_zip_that_cannot_be_read_in_place_are_bad(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_LZMA) as out:
+        out.writestr("a.jpg", bytes(1000))
+    container = open_container(tmp_path / "a.zip")
+    (entry,) = container.read_entries(container.names, "train", "train")
+    with pytest.raises(BadImage):
+        dataset.ImageSet([entry], {"train": str(tmp_path / "a.zip")}).read(entry)
 
 
 def test_files_of_equal_size_and_end_are_no_copies(tmp_path, photo):
@@ -92,8 +89,7 @@ def test_files_of_equal_size_and_end_are_no_copies(tmp_path, photo):
 
 # --- lists and annotation files
 
-CAFE = unicodedata.normalize("NFD", "café.jpg")  # as a Mac spells it
-BOTH = ["café.jpg", "nested/turned.JPG"]
+NAMES = ["café.jpg", "nested/turned.JPG"]
 
 
 @pytest.fixture
@@ -104,44 +100,69 @@ def roots(image_folder, tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-@pytest.mark.parametrize(
-    "names",
-    [
-        f"nested\\turned.JPG\r\n  # one\r\n\r\n{CAFE}\r\ncafé.jpg\r\n",
-        [{"id": 1, "file_name": "café.jpg"}, {"id": "b", "file_name": "nested/turned.JPG"}],
-        # LVIS; Label Studio on Windows, and of uploads; a Mac; others without folder or id
-        [{"coco_url": "http://x.org/train2017/caf%C3%A9.jpg"}, {"file_name": "nested\\turned.JPG"}],
-        [{"file_name": "../../data/upload/1/café.jpg"}, {"file_name": "/data/turned.JPG"}],
-        [{"file_name": CAFE}, {"file_name": "turned.JPG"}],
-    ],
-)
-def test_lists_and_annotations_of_other_systems_and_programs(roots, tmp_path, names, encoding):
-    listed = tmp_path / ("list.txt" if isinstance(names, str) else "boxes.json")
-    content = {"images": names, "categories": [{"id": 1, "name": 7}], "info": None}
-    text = names if isinstance(names, str) else json.dumps(content, ensure_ascii=False)
+@pytest.mark.parametrize("suffix", [".txt", ".json"])
+def test_lists_and_annotations_name_images_of_a_folder_or_zip(roots, tmp_path, suffix, encoding):
+    text = "\r\n".join([NAMES[1], "  # a comment", "", NAMES[0], NAMES[0]])
+    if suffix == ".json":
+        text = json.dumps({"images": [{"file_name": name} for name in NAMES]}, ensure_ascii=False)
+    listed = tmp_path / f"list{suffix}"
     listed.write_bytes(text.encode(encoding))
     for root in roots:
-        assert open_container(listed, str(root)).names == BOTH
-    # whole paths, which count from anywhere above them
-    listed = tmp_path / "whole.txt"
-    listed.write_text("".join(f"{roots[0] / name}\n" for name in BOTH))
-    assert open_container(listed, "/").names == [f"{roots[0]}/{name}"[1:] for name in BOTH]
+        assert open_container(listed, str(root)).names == NAMES
+
+
+def test_names_may_lead_to_other_folders(image_folder, tmp_path):
+    (tmp_path / "lists").mkdir()
+    listed = tmp_path / "lists/list.txt"
+    names = [str(image_folder / "chelsea.jpg"), f"../{image_folder.name}/coffee.png"]
+    listed.write_text("\n".join(names))
+    container = open_container(listed)
+    entries = container.read_entries(container.names)
+    data = [(image_folder / name).read_bytes() for name in ("coffee.png", "chelsea.jpg")]
+    assert [entry.crc32 for entry in entries] == [f"{zlib.crc32(part):08x}" for part in data]
+
+
+def test_a_missing_image_of_a_list_is_bad(image_folder, tmp_path):
+    (tmp_path / "list.txt").write_text("gone.jpg\nchelsea.jpg\n")
+    container = open_container(tmp_path / "list.txt", str(image_folder))
+    assert [entry.crc32 == "" for entry in container.read_entries(container.names)] == [False, True]
 
 
 @pytest.mark.parametrize(
-    "name, text, root, said",
+    "name, text, root, named",
     [
-        ("list.txt", "../secret.jpg\n", "", r"'secret\.jpg' is not in .* set fetch\.root"),
-        ("list.txt", "/secret.jpg\n", "", r"'secret\.jpg' is not in"),
-        ("list.txt", "\n", "", "holds no images"),
-        ("list.txt", "a.jpg\n", "nowhere", "nowhere: no such folder"),
-        ("list.txt", "a\0b", "", "is not a text file"),
-        ("boxes.json", {"images": [{"id": 1}]}, "", "each with a `file_name`"),
-        ("boxes.json", [], "", "not a COCO annotation file"),
-        ("x.pdf", "x", "", r"must be a folder, a \.zip"),
+        ("list.txt", "gone.jpg\n", "", r"gone\.jpg"),
+        ("list.txt", "gone.jpg\nchelsea.jpg\n", "zipped.zip", r"gone\.jpg"),
+        ("list.txt", "\n", "", r"list\.txt"),
+        ("list.txt", "a.jpg\n", "nowhere", "nowhere"),
+        ("boxes.json", '{"images": [{"id": 1}]}', "", r"boxes\.json"),
+        ("x.pdf", "x", "", r"x\.pdf"),
+        ("torn.zip", "PK", "", r"torn\.zip"),
     ],
 )
-def test_wrong_lists_and_annotations_are_named(image_folder, tmp_path, name, text, root, said):
-    (tmp_path / name).write_text(text if isinstance(text, str) else json.dumps(text))
-    with pytest.raises(RequestError, match=said):
+def test_a_wrong_list_is_named(image_folder, tmp_path, monkeypatch, name, text, root, named):
+    monkeypatch.chdir(tmp_path)
+    shutil.make_archive("zipped", "zip", image_folder)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RequestError, match=named):
         open_container(tmp_path / name, root or str(image_folder))
+
+
+# --- the split
+
+
+def test_an_image_is_held_out_if_its_hash_is_below_the_fraction():
+    names = [f"{number}.jpg" for number in range(1000)]
+    kept, held_out = dataset.hold_out(names, 0.3, seed=0)
+    assert set(held_out) == {name for name in names if dataset.hash_fraction(0, name) < 0.3}
+    assert sorted(kept + held_out) == sorted(names)
+    digest = hashlib.sha256(b"0\n7.jpg").digest()
+    assert dataset.hash_fraction(0, "7.jpg") == int.from_bytes(digest[:8], "big") / 2**64
+
+
+def test_too_few_images_are_made_up_by_the_next_hashes():
+    names = sorted("abcdefgh", key=lambda name: dataset.hash_fraction(0, name))
+    assert dataset.hold_out(names, 1e-9, 0, (1, 3))[1] == sorted(names[:3])
+    assert dataset.hold_out(names, 1 - 1e-9, 0, (2, 1))[0] == sorted(names[-2:])
+    assert dataset.hold_out(names, 0.0, 0, (1, 3))[1] == []
+    assert dataset.hold_out(names, 1.0, 0, (1, 3))[0] == []

@@ -1,8 +1,7 @@
-"""The stage `fetch`: sources, dataset, what it writes, and what it says when the request is
-wrong.
-"""
+"""The stage `fetch`: where images come from, how they are split, and wrong requests."""
 
 import hashlib
+import io
 import shutil
 import zipfile
 from pathlib import Path
@@ -68,7 +67,8 @@ def by_split(folder):
 
 def test_the_sample_is_in_the_wheel_and_the_same_request_writes_the_same_bytes(run, tmp_path):
     folder = run()
-    assert by_split(folder) == {key: sorted(each) for key, each in dataset.SAMPLE.items()}
+    expected = {split: sorted(names) for split, names in dataset.SAMPLE.items()}
+    assert by_split(folder) == expected
     images = open_manifest(folder)
     assert all(images.read(entry) for entry in images.listed)
     count = read_json(tmp_path / "reports/metrics.json")["train_images"]
@@ -81,9 +81,9 @@ def test_the_sample_is_in_the_wheel_and_the_same_request_writes_the_same_bytes(r
 
 def test_a_folder_stays_where_it_is_and_a_part_is_held_out(run_on, image_folder):
     folder = run_on(image_folder, val_fraction=0.5, test_fraction=0.5)
-    found = by_split(folder)
-    assert sorted(name for each in found.values() for name in each) == FOUR
-    assert found["train"] and found["val"]
+    splits = by_split(folder)
+    assert sorted(name for split in splits.values() for name in split) == FOUR
+    assert splits["train"] and splits["val"]
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.csv", "source.json"]
     entry = open_manifest(folder).select_entries("train")[0]
     assert open_manifest(folder).read(entry) == (image_folder / entry.name).read_bytes()
@@ -103,49 +103,50 @@ def test_copies_of_a_photograph_share_a_split(run_on, tmp_path):
     zipped = shutil.make_archive(str(tmp_path / "many"), "zip", folder)
     for path in (folder, zipped):
         images = open_manifest(run_on(path, f"out-{Path(path).name}", val_fraction=0.3))
-        found = {split: {entry.crc32 for entry in images.select_entries(split)} for split in SPLITS}
-        assert sum(map(len, found.values())) == len(set().union(*found.values())) == 20
-        assert min(map(len, found.values())) >= 3
+        crcs = {split: {entry.crc32 for entry in images.select_entries(split)} for split in SPLITS}
+        assert sum(map(len, crcs.values())) == len(set().union(*crcs.values())) == 20
+        assert min(map(len, crcs.values())) >= 3
 
 
 def test_a_photograph_in_both_folders_is_held_out(run_on, tmp_path, capsys):
-    ours = write_photographs(tmp_path / "ours", range(20))
-    held = write_photographs(tmp_path / "held", range(16, 30))
-    found = by_split(run_on(ours, val_path=held, test_fraction=0.5))
-    assert "fetch: 4 training images left out: copies of held-out ones" in capsys.readouterr().out
-    assert found["train"] == [f"{number:03d}.jpg" for number in range(16)]
-    assert len(found["val"] + found["test"]) == 14 and found["val"] and found["test"]
+    train = write_photographs(tmp_path / "train", range(20))
+    held_out = write_photographs(tmp_path / "held_out", range(16, 30))
+    splits = by_split(run_on(train, val_path=held_out, test_fraction=0.5))
+    assert "fetch: 4 training images left out" in capsys.readouterr().out
+    assert splits["train"] == [f"{number:03d}.jpg" for number in range(16)]
+    assert len(splits["val"] + splits["test"]) == 14 and splits["val"] and splits["test"]
 
 
-@pytest.mark.parametrize("count, least", [(40, 8), (400, 32), (12, 4), (3, 2), (2, 1)])
-def test_a_small_set_holds_out_its_fraction(run_on, tmp_path, count, least):
+@pytest.mark.parametrize(
+    "count, least", [(2, 1), (3, 1), (12, 6), (24, 12), (30, 12), (60, 12), (400, 32)]
+)
+def test_a_small_set_holds_out_enough_to_judge_by(run_on, tmp_path, count, least):
     folder = run_on(write_photographs(tmp_path / "few", range(count)), val_fraction=0.2)
-    counts = {split: len(found) for split, found in by_split(folder).items()}
+    counts = {split: len(split_names) for split, split_names in by_split(folder).items()}
     assert sum(counts.values()) == count and counts["val"] + counts["test"] >= least
-    assert counts["val"] >= least // 2 and counts["train"] >= 1
-    assert 3 * counts["val"] > counts["test"] >= min(least // 2, 16)
+    assert counts["val"] >= max(least // 2, 1) and counts["train"] >= 1
+    assert counts["test"] >= least // 2
 
 
-# What would stop the training or the evaluation after hours
+# What would stop the training# What would stop the training or the evaluation after hours
 
 
 def test_the_fewest_test_images_are_those_that_give_an_interval():
     assert fetch.MIN_TEST_IMAGES == metrics.MIN_SCENES
 
 
-@pytest.mark.parametrize("count, tests", [(21, 4), (60, 6)])
-def test_too_few_images_to_judge_by_are_said(run_on, tmp_path, capsys, count, tests):
+@pytest.mark.parametrize("count, tests", [(21, 5), (24, 6)])
+def test_too_few_images_to_judge_by_are_reported(run_on, tmp_path, capsys, count, tests):
     folder = run_on(write_photographs(tmp_path / "few", range(count)), val_fraction=0.2)
     assert len(names(folder, "test")) == tests
-    line = f"fetch: {tests} test images are too few to judge by, since intervals need 6: give more"
-    assert (line in capsys.readouterr().out) == (tests < 6)
+    assert (f"{tests} test images are too few" in capsys.readouterr().out) == (tests < 6)
 
 
 def test_without_test_images_those_for_validation_are_counted(run_on, tmp_path, capsys):
     folder = run_on(write_photographs(tmp_path / "few", range(9)), test_fraction=0.0)
     count = len(names(folder, "val"))
     assert not names(folder, "test") and count < 6
-    assert f"fetch: {count} validation images are too few to judge by" in capsys.readouterr().out
+    assert f"{count} validation images are too few" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def trained_on(tmp_path):
     return write
 
 
-def test_held_out_images_that_the_initial_weights_know_are_said(
+def test_held_out_images_that_the_initial_weights_know_are_reported(
     run_on, tmp_path, of_coco, trained_on, capsys
 ):
     folder = of_coco("train2017")
@@ -184,15 +185,14 @@ def test_held_out_images_that_the_initial_weights_know_are_said(
     # all test images but three
     model = trained_on(tested[3:])
     run_on(folder, val_fraction=0.5, initial=model)
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     count = f"{len(tested) - 3} of {len(tested)} photographs"
-    assert f"fetch: test images: {count} left out: {model} was trained on them; run.allow" in said
-    assert "fetch: 3 test images are too few to judge by" in said and "validation im" not in said
+    assert f"test images: {count} left out" in printed and "validation im" not in printed
+    assert "3 test images are too few" in printed
     # all are kept
     run_on(folder, val_fraction=0.5, initial=model, allow=True)
-    said = capsys.readouterr().out
-    assert f"fetch: test images: {count} are from the training of {model}\n" in said
-    assert "too few" not in said
+    printed = capsys.readouterr().out
+    assert f"test images: {count} are from the training" in printed and "too few" not in printed
 
 
 @pytest.mark.parametrize("split, title", [("val", "validation"), ("test", "test")])
@@ -202,23 +202,22 @@ def test_a_training_that_would_have_no_image_to_judge_by_ends_before_it_begins(
     folder = of_coco("train2017")
     known = [int(name[:12]) for name in by_split(run_on(folder, val_fraction=0.5))[split]]
     model = trained_on(known)
-    said = f"was trained on all of the {len(known)} {title} images; .*run.allow_training_images: tr"
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=f"{len(known)} {title} images"):
         run_on(folder, "new", val_fraction=0.5, initial=model)
     assert not (tmp_path / "new/manifest.csv").exists()
     assert run_on(folder, "new", val_fraction=0.5, initial=model, allow=True).is_dir()
 
 
-def test_frames_of_a_video_are_no_photographs_of_coco_and_a_line_says_so(
+def test_frames_of_a_video_are_no_photographs_of_coco_and_are_reported(
     run_on, of_coco, trained_on, capsys
 ):
     folder = run_on(of_coco("video"), val_fraction=0.5, initial=trained_on(range(1, 41)))
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     images = open_manifest(folder)
     for split, title in (("val", "validation"), ("test", "test")):
         count = len(images.select_entries(split))
-        assert f"fetch: {title} images: {count} of {count} are named as photographs of COCO" in said
-    assert "left out" not in said
+        assert f"{title} images: {count} of {count} are named as photographs of COCO" in printed
+    assert "left out" not in printed
     assert {images.identify_photograph(entry) for entry in images.listed} == {
         f"{entry.crc32}-5000" for entry in images.listed
     }
@@ -238,8 +237,8 @@ def test_a_smaller_limit_takes_a_part_of_a_larger_one(run_on, tmp_path, photo):
 
 def test_an_incomplete_output_is_named(run):
     folder = run()
-    (folder / "source.json").write_text("[]")
-    with pytest.raises(RequestError, match=r"source\.json: missing or damaged"):
+    (folder / "source.json").unlink()
+    with pytest.raises(RequestError, match=r"source\.json"):
         open_manifest(folder)
 
 
@@ -289,7 +288,7 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
     server.faults = ["503", 100, None, 5000]
     folder = run(source="coco2017-val", mirror=server.url, limit=2)
     images = open_manifest(folder)
-    assert [len(found) for found in by_split(folder).values()] == [2, 1, 1]
+    assert [len(split_names) for split_names in by_split(folder).values()] == [2, 1, 1]
     for entry in images.listed:
         assert images.read(entry) == pictures[int(entry.name[-10:-4])]
     assert server.sent < 0.2 * len(server.data)
@@ -305,26 +304,45 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
 
 def test_a_wrong_byte_in_a_part_is_found(run, archive_server):
     archive_server.data = archive_server.data.replace(b"\xff\xd8\xff", b"\xff\xd8\xfe")
-    with pytest.raises(WorkError, match="wrong CRC-32"):
+    with pytest.raises(WorkError, match="CRC-32"):
         run(source="coco2017-val", mirror=archive_server.url, limit=1, val_fraction=0.0)
 
 
-def test_archives_that_are_here_are_not_downloaded(run, archive_server, tmp_path):
-    given = tmp_path / "given"
-    given.mkdir()
-    (given / "val2017.zip").write_bytes(archive_server.data)
+def test_archives_on_the_disk_are_not_downloaded(run, archive_server, tmp_path):
+    """As a zip or a folder, at fetch.path, in it, or in its folder images."""
+    coco_folder = tmp_path / "coco"
+    (coco_folder / "images").mkdir(parents=True)
+    zip_path = coco_folder / "val2017.zip"
+    zip_path.write_bytes(archive_server.data)
+    with zipfile.ZipFile(zip_path) as zipped:
+        zipped.extractall(coco_folder / "images")
+    # Other photographs beside them are not taken.
+    shutil.copytree(coco_folder / "images/val2017", coco_folder / "images/train2017")
+    shutil.copytree(coco_folder / "images/val2017", coco_folder / "val2014")
     offline = {"source": "coco2017-val", "mirror": "http://127.0.0.1:9"}
-    folder = run("a", path=str(given), **offline)
-    again = run("b", path=str(given / "val2017.zip"), **offline)
-    assert (folder / "manifest.csv").read_bytes() == (again / "manifest.csv").read_bytes()
-    expected = by_split(folder)
-    with zipfile.ZipFile(given / "val2017.zip") as zipped:
-        zipped.extractall(given)
-    (given / "val2017.zip").unlink()
-    unpacked = run("c", path=str(given), **offline)
-    assert by_split(unpacked) == expected
-    entry = open_manifest(unpacked).select_entries("train")[0]
-    assert open_manifest(unpacked).read(entry) == (given / entry.name).read_bytes()
+    from_zip = run("a", path=str(coco_folder), **offline)
+    at_path = run("b", path=str(zip_path), **offline)
+    assert (from_zip / "manifest.csv").read_bytes() == (at_path / "manifest.csv").read_bytes()
+    expected = by_split(from_zip)
+    zip_path.unlink()
+    assert sum(map(len, expected.values())) == 4
+    for path in (coco_folder, coco_folder / "images", coco_folder / "images/val2017"):
+        images = open_manifest(run("c", path=str(path), **offline))
+        assert by_split(tmp_path / "c") == expected
+        entry = images.listed[0]
+        assert images.read(entry) == (coco_folder / "images" / entry.name).read_bytes()
+
+
+def test_a_part_of_an_archive_is_refused_without_a_limit(run, archive_server, tmp_path):
+    folder = tmp_path / "coco/val2017"
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(io.BytesIO(archive_server.data)) as zipped:
+        for name in zipped.namelist()[:3]:
+            zipped.extract(name, tmp_path / "coco")
+    request = {"source": "coco2017-val", "path": str(tmp_path / "coco")}
+    with pytest.raises(RequestError, match=r"coco.*: 3 images.*4.*fetch\.limit"):
+        run(**request)
+    assert len(open_manifest(run(**request, limit=3)).listed) == 3
 
 
 # --- wrong requests
@@ -333,34 +351,29 @@ OWN = {"source": "folder", "path": "ours"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "named"),
     [
-        ({**OWN, "path": "copies"}, "copies: 1 different image(s), and none for val"),
-        ({**OWN, "val_path": "ours"}, "fetch.val_path: is the same as fetch.path"),
-        ({**OWN, "val_path": "held"}, "ours: 20 different image(s), and none for train"),
-        ({**OWN, "initial": "lost.safetensors"}, "train.init_from = 'lost.safetensors': no such"),
-        ({"source": "coco2017", "path": "torn"}, "train2017.zip: must have "),
-        # training images would be those that are held out
-        *(
-            ({"source": "coco2017", "path": path}, "must hold train2017 and val2017")
-            for path in ("coco", "coco/train2017", "train2017.zip", "layout")
-        ),
+        ({**OWN, "path": "copies"}, "copies"),
+        ({**OWN, "val_path": "ours"}, "fetch.val_path"),
+        ({**OWN, "val_path": "held"}, "ours"),
+        ({**OWN, "initial": "lost.safetensors"}, "lost.safetensors"),
+        ({"source": "coco2017", "path": "coco"}, "val2017"),
+        ({"source": "coco2017", "path": "coco/train2017"}, "val2017"),
+        ({"source": "coco2017", "path": "train2017.zip"}, "val2017"),
+        ({"source": "coco2017-val", "path": "coco"}, "val2017"),
     ],
 )
 def test_a_wrong_request_is_one_line(
-    run, image_folder, tmp_path, monkeypatch, capsys, changes, said
+    run, image_folder, tmp_path, monkeypatch, capsys, changes, named
 ):
     monkeypatch.chdir(tmp_path)
+    train2017 = coco.TRAIN2017._replace(images=4)
+    monkeypatch.setitem(coco.SOURCES, "coco2017", [train2017, coco.VAL2017])
     for name in ("ours", "held"):
         write_photographs(tmp_path / name, range(20))
     write_photographs(tmp_path / "copies", [1])
     shutil.copy("copies/001.jpg", "copies/002.jpg")
     shutil.copytree(image_folder, "coco/train2017")
     shutil.make_archive("train2017", "zip", image_folder)
-    for name in ("train2017", "val2017"):  # in images/, as other projects want them
-        shutil.copytree(image_folder, f"layout/images/{name}")
-    Path("torn").mkdir()
-    for name in ("train2017.zip", "val2017.zip"):
-        Path("torn", name).touch()
     assert errors.run(lambda _: run(**changes)) == 2
-    assert said in read_error(capsys) and not Path("out/manifest.csv").exists()
+    assert named in read_error(capsys) and not Path("out/manifest.csv").exists()
