@@ -66,9 +66,8 @@ def write_image_set(folder, images, split, broken=()):
     names = [*images, *broken]
     entries = [dataset.read_file_entry(originals, name, split, "folder") for name in names]
     dataset.write_manifest(folder / "manifest.csv", entries)
-    (folder / "source.json").write_text(
-        json.dumps({"containers": {"folder": {"path": "originals"}}})
-    )
+    content = {"source": "folder", "containers": {"folder": {"path": "originals"}}}
+    (folder / "source.json").write_text(json.dumps(content))
     return folder
 
 
