@@ -45,9 +45,9 @@ EXCEPTIONS = [
 ]
 # What the library may import of other projects, and inside functions of its extras
 LIBRARY = {"PIL", "cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", "tqdm"}
+LIBRARY |= {"tifffile"}
 LIBRARY |= set(getattr(sys, "stdlib_module_names", ()))
-EXTRAS = {"flask", "h5py", "hloc", "onnx", "onnxscript", "pillow_heif", "pycolmap", "tifffile"}
-EXTRAS |= {"werkzeug"}
+EXTRAS = {"flask", "h5py", "hloc", "onnx", "onnxscript", "pillow_heif", "pycolmap", "werkzeug"}
 
 
 def nodes(kind):

@@ -14,19 +14,24 @@ which has TLS, is tried first.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import hashlib
 import os
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
-from typing import Any, Callable, Collection, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Collection, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+
+import requests
+from requests.adapters import HTTPAdapter
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import dataset
 from pipeline.fetch.dataset import SAMPLE, Container, Entry
 from pipeline.params import FetchParams
+from pipeline.workers import prefetch
 from superglue_sift.features.images import BadImage
 from superglue_sift.files import replace_file, resolve_link
 from superglue_sift.progress import Progress
@@ -34,12 +39,13 @@ from superglue_sift.progress import Progress
 TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
 PLAIN = "http://images.cocodataset.org/zips"
 MIRROR = "COCO_MIRROR"  # Environment variable: base address to use instead of the official one
-BLOCK = 1 << 22  # Bytes of a request. A kill or a broken connection loses at most these
+BLOCK = 1 << 20  # Bytes that are written at once
 IMAGES_AT_ONCE = 32  # Images of a remote archive that are requested at once
 HEADER_BYTES = 1 << 10  # More than the header in front of an image takes
+DIRECTORY_BYTES = 200  # More than an image takes in the directory of an archive
 CONNECT_S = 10.0  # Seconds to connect
 SILENCE_S = 30.0  # Seconds without a byte, after which a connection counts as broken
-TRIES = 5  # Further tries after a failure
+TRIES = 6  # Failures in a row, after which an address is given up. The waits between are 57 s
 
 sleep = time.sleep  # A test replaces it
 
@@ -180,6 +186,9 @@ class RemoteArchive:
         self.members: Dict[str, zipfile.ZipInfo] = {}
         mirror = os.environ.get(MIRROR, "").rstrip("/")  # Replaces the official addresses
         self._urls = [f"{base}/{archive.file}" for base in ([mirror] if mirror else [TLS, PLAIN])]
+        self._session = requests.Session()
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=IMAGES_AT_ONCE))
 
     def read_directory(self) -> Dict[str, zipfile.ZipInfo]:
         """Read the images of the archive, by name, from its directory on the server.
@@ -187,13 +196,12 @@ class RemoteArchive:
         Raises:
             WorkError: If no address serves parts of the archive.
         """
-
-        def read(files: Any, url: str) -> List[zipfile.ZipInfo]:
-            # The last bytes say where the directory is, so zipfile reads these two parts only.
-            with files.open(url, size=self.archive.size, block_size=1 << 16) as stream:
-                return zipfile.ZipFile(stream).infolist()
-
-        self.members = dataset.select_images(self._try_addresses(read))
+        # The directory is at the end. zipfile reads it from a file with a hole before it.
+        start = max(0, self.archive.size - (1 << 16) - self.archive.images * DIRECTORY_BYTES)
+        with tempfile.TemporaryFile() as stream:
+            stream.seek(start)
+            stream.writelines(self._read(start, self.archive.size))
+            self.members = dataset.select_images(zipfile.ZipFile(stream).infolist())
         return self.members
 
     def download_images(self, names: Collection[str], folder: Path) -> Container:
@@ -211,34 +219,25 @@ class RemoteArchive:
                 return container
         temporary = target.with_name(target.name + ".part")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as out,
-            Progress(total=len(members), desc=f"images for {target.name}", unit="image") as bar,
-        ):
-            for first in range(0, len(members), IMAGES_AT_ONCE):
-                group = members[first : first + IMAGES_AT_ONCE]
-                for member, data in zip(group, self._download_and_check(group)):
-                    out.writestr(zipfile.ZipInfo(member.filename), data)
-                    bar.update()
+        progress_options = {"total": len(members), "desc": target.name, "unit": "image"}
+        images = prefetch(self._download_image, members, 2 * IMAGES_AT_ONCE, IMAGES_AT_ONCE)
+        with contextlib.closing(images), zipfile.ZipFile(temporary, "w") as out:
+            for member, data in zip(members, Progress(images, **progress_options)):
+                out.writestr(zipfile.ZipInfo(member.filename), data)
         replace_file(temporary, target)
         return dataset.open_zip(target)
 
-    def _download_and_check(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
-        """Download these images at once, and yield the bytes of each."""
-        # The length of the header in front of an image is not known yet.
-        starts = [member.header_offset for member in members]
-        ends = [member.header_offset + HEADER_BYTES + member.compress_size for member in members]
-        ends = [min(end, self.archive.size) for end in ends]
-        parts = self._try_addresses(
-            lambda files, url: files.cat_ranges([url] * len(starts), starts, ends)
-        )
-        for member, part in zip(members, parts):
-            entry = dataset.make_member_entry(member, part)
-            begin = entry.offset - member.header_offset
-            try:
-                yield dataset.unpack_and_check(part[begin : begin + entry.packed], entry)
-            except BadImage as error:
-                raise WorkError(f"{self._urls[0]}: {error}; run again") from None
+    def _download_image(self, member: zipfile.ZipInfo) -> bytes:
+        """Download an image and check its CRC-32."""
+        # The length of the header in front of the image is not known yet.
+        start = member.header_offset
+        end = min(start + HEADER_BYTES + member.compress_size, self.archive.size)
+        data = b"".join(self._read(start, end))
+        entry = dataset.make_member_entry(member, data)
+        try:
+            return dataset.unpack_and_check(data[entry.offset - start :][: entry.packed], entry)
+        except BadImage as error:
+            raise WorkError(f"{self._urls[0]}: {error}; run again") from None
 
     def download(self, target: Path) -> Container:
         """Download the whole archive to `target`, and show the progress. Return its container.
@@ -257,10 +256,8 @@ class RemoteArchive:
             part_path.open("ab") as stream,
             Progress(total=size, initial=stream.tell(), **progress_options) as bar,
         ):
-            while stream.tell() < size:
-                block = self._download_block(stream.tell(), min(stream.tell() + BLOCK, size))
+            for block in self._read(stream.tell(), size):
                 stream.write(block)
-                stream.flush()
                 bar.update(len(block))
         md5 = compute_md5(part_path)
         if md5 != self.archive.md5:
@@ -272,59 +269,53 @@ class RemoteArchive:
         replace_file(part_path, target)
         return dataset.open_zip(target)
 
-    def _download_block(self, start: int, end: int) -> bytes:
-        """Download the bytes from `start` to `end` of the archive."""
+    def _read(self, start: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes from `start` to `end` of the archive, in blocks.
 
-        def read(files: Any, url: str) -> bytes:
-            # A stream of fsspec fails if the server cannot serve parts of a file.
-            size = self.archive.size
-            with files.open(url, size=size, block_size=BLOCK, cache_type="none") as stream:
-                stream.seek(start)
-                block = stream.read(end - start)
-            if len(block) < end - start:
-                raise OSError(f"{len(block)} of {end - start} bytes from byte {start}")
-            return block
-
-        return self._try_addresses(read)
-
-    def _try_addresses(self, action: Callable[[Any, str], Any]) -> Any:
-        """Return the result of `action` with the first address that works.
-
-        Later calls begin with that address.
-
-        Args:
-            action: gets the file system of fsspec and the address.
+        After a failure it goes on where it was. An address is given up after `TRIES` failures in a
+        row.
 
         Raises:
             WorkError: If all addresses fail.
         """
-        import aiohttp
-        import fsspec
-
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
-        options = {"timeout": timeout, "trust_env": True}
-        files = fsspec.filesystem("http", client_kwargs=options)
-        problems: List[str] = []
-        while len(problems) < len(self._urls):
-            url = self._urls[0]
-            problem = ""
-            for failures in range(TRIES + 1):
-                sleep(2.0**failures - 1.0)
-                try:
-                    return action(files, url)
-                except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-                    problem = f"{url}: {type(error).__name__}: {error}"
-                if failures == 0:
-                    # Say what follows, since all tries take up to two minutes.
-                    others = self._urls[1 : len(self._urls) - len(problems)]
-                    plan = ", then ".join([f"trying {TRIES} more times", *others])
+        urls = self._urls
+        failures = 0
+        while start < end:
+            try:
+                # urllib3's Retry would not repeat a body that is cut off.
+                with self._session.get(
+                    urls[0],
+                    headers={"Range": f"bytes={start}-{end - 1}"},
+                    stream=True,
+                    timeout=(CONNECT_S, SILENCE_S),
+                ) as reply:
+                    reply.raise_for_status()
+                    if reply.status_code != 206:
+                        raise requests.HTTPError("the server sends no parts of files")
+                    for block in reply.iter_content(BLOCK):
+                        yield block
+                        start += len(block)
+                        failures = 0
+                if start < end:
+                    raise requests.ConnectionError("the server sent too few bytes")
+            except requests.RequestException as error:
+                failures += 1
+                problem = f"{urls[0]}: {error}"
+                if failures == 1:
+                    others = [f"then {url}" for url in urls[1:]]
+                    plan = ", ".join([f"trying {TRIES - 1} more times", *others])
                     Progress.write(f"{problem}; {plan}", file=sys.stderr)
-            problems.append(problem)
-            self._urls = [*self._urls[1:], url]
-        raise WorkError(
-            f"{self.archive.file} cannot be downloaded ({'; '.join(problems)}); what arrived is"
-            f" kept: run again, or set {MIRROR} to another address"
-        )
+                if failures < TRIES:
+                    sleep(2.0**failures - 1.0)
+                    continue
+                urls = urls[1:]
+                failures = 0
+                if not urls:
+                    raise WorkError(
+                        f"{problem}; what arrived is kept: run again, or set {MIRROR} to another"
+                        " address"
+                    ) from None
+                self._urls = urls  # Later calls begin with the next address
 
 
 def compute_md5(path: Path) -> str:
