@@ -8,18 +8,17 @@ downloaded archive.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Dict, Optional, Sequence
 
 from pipeline import errors, params, provenance, workers
 from pipeline.errors import RequestError
 from pipeline.fetch import coco, dataset
-from pipeline.fetch.dataset import Container, Entry, ImageSet
+from pipeline.fetch.dataset import Container, ImageSet
 from pipeline.params import Params
 from superglue_sift.files import check_writable, name_below, write_json
 
 # With fewer test images, the evaluation gives no interval (`evaluate.metrics.MIN_SCENES`).
 MIN_TEST_IMAGES = 6
-SPLIT_OF_PURPOSE = {"validation": "val", "test": "test"}  # What held-out images are for
 BUNDLED = "sample"  # Key and folder of the container of the bundled photographs
 
 
@@ -43,7 +42,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     else:
         if settings.source == "folder":
             entries, containers = dataset.list_local_images(settings)
-            copies = len(containers["train"].names) - sum(e.split == "train" for e in entries)
+            used = sum(entry.split == "train" for entry in entries)
+            copies = len(containers["train"].names) - used
             if settings.val_path and copies and not settings.limit:
                 print(f"fetch: {copies} training images left out: copies of held-out ones")
         else:
@@ -54,8 +54,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         }
     # Say now what would otherwise stop the training or the evaluation after hours.
     paths = {key: str(options.out / root["path"]) for key, root in roots.items()}
-    for line in check_held_out(ImageSet(entries, paths, settings.source), sections):
-        print(f"fetch: {line}")
+    check_held_out(ImageSet(entries, paths, settings.source), sections)
     dataset.write_manifest(options.out / "manifest.csv", entries)
     write_json(options.out / "source.json", {"source": settings.source, "containers": roots})
     counts = {
@@ -72,96 +71,63 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def check_held_out(images: ImageSet, sections: Params) -> List[str]:
+def check_held_out(images: ImageSet, sections: Params) -> None:
     """Check that there are held-out images that the initial weights were not trained on.
+
+    Print how many are left out, and whether too few are left.
 
     Args:
         images: the images of all splits.
         sections: the sections of params.yaml.
-
-    Returns:
-        Lines to print, about images that are left out and about too few images.
 
     Raises:
         RequestError: If there are no initial weights at `train.init_from`, or if they were trained
             on all images that validate, or on all that test.
     """
-    model = sections.train.init_from
-    if model and not Path(model).is_file():
-        raise RequestError(
-            f"train.init_from = {model!r}: no such file; name a model, or set '' to train from"
-            " scratch"
-        )
+    model = Path(sections.train.init_from)
+    if sections.train.init_from and not model.is_file():
+        raise RequestError(f"train.init_from = {model}: no such file; '' trains from scratch")
     # A list that is missing is reported by the training.
-    trained_photographs = provenance.read_photographs(Path(model)) if model else None
-    lines: List[str] = []
-    usable_entries = {}
-    for purpose, split in SPLIT_OF_PURPOSE.items():
-        usable_entries[purpose] = images.select_entries(split)
-        if usable_entries[purpose] and trained_photographs is not None:
-            usable_entries[purpose] = _leave_out_training_images(
-                images, usable_entries[purpose], purpose, sections, lines
+    trained_on = provenance.read_photographs(model) if sections.train.init_from else None
+    keep = sections.run.allow_training_images
+    counts = {}
+    for purpose, split in (("validation", "val"), ("test", "test")):
+        entries = images.select_entries(split)
+        counts[purpose] = len(entries)
+        if not entries or trained_on is None:
+            continue
+        photographs = [images.identify_photograph(entry) for entry in entries]
+        indices, message = provenance.leave_out_photographs(model, photographs, keep, str(model))
+        counts[purpose] = len(indices)
+        if not indices:
+            raise RequestError(
+                f"{model}: was trained on all of the {len(entries)} {purpose} images; hold out"
+                " others (fetch.val_path, VAL_IMAGES), train from scratch (train.init_from: ''), or"
+                " keep them with run.allow_training_images: true"
+            )
+        if message:
+            fix = "" if keep else "; run.allow_training_images: true keeps them"
+            print(f"fetch: {purpose} images: {message}{fix}")
+        # A number in a name may be COCO's, or that of a frame of a video.
+        numbers = [dataset.parse_coco_number(entry.name) for entry in entries]
+        ambiguous = [n for n, p in zip(numbers, photographs) if n in trained_on and n != p]
+        if ambiguous:
+            print(
+                f"fetch: {purpose} images: {len(ambiguous)} of {len(entries)} are named as"
+                f" photographs of COCO that {model} was trained on, and count as others; if they"
+                " are COCO's, name their folder as COCO does, such as train2017"
             )
     # Without test images the evaluation takes those for validation.
-    purpose = "test" if usable_entries["test"] else "validation"
-    count = len(usable_entries[purpose])
-    if count < MIN_TEST_IMAGES:
-        keys = "fetch.test_fraction"
-        if not sections.fetch.val_path:
-            keys = f"fetch.val_fraction or {keys}"
-        lines.append(
-            f"{count} {purpose} images are too few to judge by, since intervals need"
-            f" {MIN_TEST_IMAGES}: give more images, or raise {keys}"
+    purpose = "test" if counts["test"] else "validation"
+    if counts[purpose] < MIN_TEST_IMAGES:
+        print(
+            f"fetch: {counts[purpose]} {purpose} images are too few to judge by, since intervals"
+            f" need {MIN_TEST_IMAGES}: give more images, or hold out a larger part"
+            " (fetch.val_fraction, fetch.test_fraction)"
         )
-    return lines
 
 
-def _leave_out_training_images(
-    images: ImageSet, entries: Sequence[Entry], purpose: str, sections: Params, lines: List[str]
-) -> List[Entry]:
-    """Return the entries that the initial weights were not trained on.
-
-    Args:
-        images: the images of all splits.
-        entries: the held-out images.
-        purpose: what they are for, a key of SPLIT_OF_PURPOSE.
-        sections: the sections of params.yaml.
-        lines: the lines to print. This function adds some.
-
-    Raises:
-        RequestError: If no entry is left.
-    """
-    model = Path(sections.train.init_from)
-    keep = sections.run.allow_training_images
-    photographs = [images.identify_photograph(entry) for entry in entries]
-    indices, message = provenance.leave_out_photographs(model, photographs, keep, str(model))
-    if not indices:
-        raise RequestError(
-            f"{model}: was trained on all of the {len(entries)} {purpose} images; hold out others"
-            ' (fetch.val_path, VAL_IMAGES), train from scratch (train.init_from: ""), or keep them'
-            " with run.allow_training_images: true"
-        )
-    if message:
-        fix = "" if keep else "; run.allow_training_images: true keeps them"
-        lines.append(f"{purpose} images: {message}{fix}")
-    # A number in a name may be COCO's, or that of a frame of a video.
-    trained_photographs = provenance.read_photographs(model) or frozenset()
-    numbers = [dataset.parse_coco_number(entry.name) for entry in entries]
-    ambiguous = [
-        number
-        for number, photograph in zip(numbers, photographs)
-        if number in trained_photographs and photograph != number
-    ]
-    if ambiguous:
-        lines.append(
-            f"{purpose} images: {len(ambiguous)} of {len(entries)} are named as photographs of"
-            f" COCO that {model} was trained on, and count as others; if they are COCO's, name"
-            " their folder as COCO does, such as train2017"
-        )
-    return [entries[index] for index in indices]
-
-
-def _describe_container(container: Container, out: Path) -> Dict[str, Any]:
+def _describe_container(container: Container, out: Path) -> Dict[str, str]:
     """Return what source.json in the folder `out` says about a container."""
     path = str(container.path)
     if not container.path.is_absolute():  # A clone can be moved

@@ -294,7 +294,7 @@ class Container:
     names: List[str]
     members: Optional[Dict[str, zipfile.ZipInfo]] = None
 
-    _known_entries: Dict[str, Entry] = field(default_factory=dict)  # Read so far, by name
+    _entries: Dict[str, Entry] = field(default_factory=dict)  # Read so far, by name
 
     @cached_property
     def contents(self) -> Dict[str, str]:
@@ -314,13 +314,13 @@ class Container:
             key: the key of this container in source.json, or "" if it is not decided.
         """
         # The contents of images decide the split, so some images have been read for it.
-        unread = [name for name in names if name not in self._known_entries]
+        unread = [name for name in names if name not in self._entries]
         progress_options = {"total": len(unread), "desc": "reading images", "unit": "image"}
         with ThreadPoolExecutor(4) as pool:  # Reading and CRC-32 release the GIL
-            self._known_entries.update(
+            self._entries.update(
                 zip(unread, Progress(pool.map(self._read_entry, unread), **progress_options))
             )
-        return [replace(self._known_entries[name], split=split, container=key) for name in names]
+        return [replace(self._entries[name], split=split, container=key) for name in names]
 
     def _read_entry(self, name: str) -> Entry:
         if self.members is None:

@@ -136,33 +136,25 @@ def _extract_missing_shards(
 
 
 def _wait_for_all_shards(planned: Sequence[Shard]) -> List[Row]:
-    """Wait until all shards are written, also by other ranks, and return their rows.
+    """Wait until all ranks have written their shards, and return the rows of store.json.
 
     Raises:
         WorkError: If no rank has written a shard for SILENCE_SECONDS.
     """
-    missing_count = 0
-    last_change = time.monotonic()
+    missing = list(planned)
+    deadline = time.monotonic() + SILENCE_SECONDS
     while True:
-        # A shard is done when its note is there, whichever rank wrote it.
-        rows = [shard.read_row() for shard in planned]
-        missing_paths = [shard.path for shard, row in zip(planned, rows) if not row]
-        if not missing_paths:
-            return rows
-        if not missing_count:
-            print(
-                f"{missing_paths[0].parent}: other ranks still work on {len(missing_paths)} shards",
-                flush=True,
-            )
-        # Each new shard starts the clock again.
-        if len(missing_paths) != missing_count:
-            missing_count = len(missing_paths)
-            last_change = time.monotonic()
-        if time.monotonic() - last_change > SILENCE_SECONDS:
+        # A shard is done when its note is there.
+        still_missing = [shard for shard in missing if not shard.read_row()]
+        if not still_missing:
+            return [shard.read_row() for shard in planned]
+        if len(still_missing) < len(missing):
+            deadline = time.monotonic() + SILENCE_SECONDS
+        missing = still_missing
+        if time.monotonic() > deadline:
             raise WorkError(
-                f"{missing_paths[0]}: no rank has written it, nor any other shard for"
-                f" {SILENCE_SECONDS:.0f} s; a rank died, or writes into another folder. Finished"
-                " shards are kept: run again"
+                f"{missing[0].path}: no rank has written it, nor any other shard for"
+                f" {SILENCE_SECONDS:.0f} s; finished shards are kept: run again"
             )
         time.sleep(0.5)
 

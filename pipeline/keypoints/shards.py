@@ -33,7 +33,7 @@ from pipeline.params import KeypointsParams
 from pipeline.workers import end_with_parent, yield_in_order
 from superglue_sift.features import extractors
 from superglue_sift.features.images import STORED, BadImage, decode_photo
-from superglue_sift.files import write_atomic, write_json
+from superglue_sift.files import write_json
 
 SHARD_IMAGES = 64  # A kill loses at most the current shard of each process
 _IN_FLIGHT = 4  # Images of each worker that wait or are computed
@@ -79,12 +79,9 @@ def plan_shards(folder: Path, entries: Sequence[Entry], settings: KeypointsParam
         entries: the images of the split, in the order of the manifest.
         settings: the section `keypoints`.
     """
-    values = settings.model_dump()
-    if not values["seed"]:
-        del values["seed"]  # Shards from before this key was added have the seed 0
     # Collect everything but the images that determines the bytes of a shard.
     common = {
-        "settings": values,
+        "settings": settings.model_dump(),
         "version": views.VERSION,
         "opencv": cv2.__version__,
         "extractor": extractors.load_extractor(settings.extractor).code,
@@ -102,8 +99,8 @@ def plan_shards(folder: Path, entries: Sequence[Entry], settings: KeypointsParam
 def find_missing(shards: Sequence[Shard]) -> List[Shard]:
     """Return the shards that have to be made, and delete what is left of them.
 
-    An undamaged shard gets a note. A shard with bad images is made again, because the cause that
-    made them bad, such as a missing package, may be mended.
+    An undamaged shard gets a note. A shard with bad images is made again, because the reason, such
+    as a missing package, may be gone.
     """
     # A killed run has left notes, and a finished run has left store.json.
     finished: Dict[Path, Row] = {}
@@ -117,7 +114,7 @@ def find_missing(shards: Sequence[Shard]) -> List[Shard]:
         with contextlib.suppress(RequestError):
             if row.get("fingerprint") == shard.fingerprint and not row["bad"]:
                 store.check_shard(shard.path, row)
-                write_atomic(shard.note_path, json.dumps(row))
+                write_json(shard.note_path, row)
                 continue
         shard.note_path.unlink(missing_ok=True)
         shard.path.unlink(missing_ok=True)
@@ -144,8 +141,7 @@ def write_shard_and_note(shard: Shard, results: Iterable[Result]) -> None:
         else:
             views_of_images.append(result)
     row = store.write_shard(shard.path, views_of_images)
-    row = {**row, "bad": bad_images, "fingerprint": shard.fingerprint}
-    write_atomic(shard.note_path, json.dumps(row))
+    write_json(shard.note_path, {**row, "bad": bad_images, "fingerprint": shard.fingerprint})
 
 
 def write_index_and_delete_others(

@@ -331,7 +331,7 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
             brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma
         ),
     )
-    # The table has changed the light. Lens, sensor and file follow.
+    # Light is done; next blur, noise, JPEG.
     if blur * limits.blur > _MIN_BLUR:
         distorted = cv2.GaussianBlur(distorted, (0, 0), blur * limits.blur)
     if limits.noise > 0.0:

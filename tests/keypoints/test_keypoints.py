@@ -1,4 +1,4 @@
-"""The stage `keypoints`: same bytes whoever works, bad images listed, nothing done twice."""
+"""The stage `keypoints`: bad images, damaged and finished shards, workers and ranks."""
 
 import csv
 import errno
@@ -86,9 +86,11 @@ def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path, make_
     out = stage(pictures)
     opened = {split: KeypointStore(out / split, verify="all") for split in ("train", "val")}
     metrics = read_json(tmp_path / "reports/metrics.json")
-    for split, each in opened.items():
-        assert each.counts.shape == (len(each), 3) and each.counts.max() <= 50
-        assert metrics[split]["images"] == len(each) and metrics[split]["views"] == each.counts.size
+    for split, split_store in opened.items():
+        counts = split_store.counts
+        assert counts.shape == (len(split_store), 3) and counts.max() <= 50
+        assert metrics[split]["images"] == len(split_store)
+        assert metrics[split]["views"] == counts.size
     assert metrics["bad_images"] == 0 and bad_list(tmp_path) == {}
     store = opened["train"]
     settings = make_params("keypoints", **SMALL)
@@ -142,9 +144,7 @@ def test_bytes_do_not_depend_on_workers_or_the_order_of_files(stage, pictures, t
     assert read_files(stage(other, "other")) == one
 
 
-def test_what_is_done_is_not_done_twice_but_what_is_damaged_or_changed_is(
-    stage, pictures, photo, monkeypatch
-):
+def test_only_damaged_and_changed_shards_are_made_again(stage, pictures, photo, monkeypatch):
     out = stage(pictures)
     before = read_files(out)
     made = []
@@ -175,14 +175,14 @@ def test_other_parameters_discard_what_was_made(stage, pictures):
 
 
 def make_bad(folder, photo):
-    """Bad files next to good ones (test_images.py has more kinds); a part of each one's reason."""
+    """Write bad files (test_images.py has more kinds), and return a part of the reason of each."""
     data = cv2.imencode(".jpg", photo)[1].tobytes()
     pixel = cv2.imencode(".png", photo[:1, :1])[1].tobytes()
     (folder / "truncated.jpg").write_bytes(data[: len(data) // 2])
     (folder / "page.jpg").write_bytes(b"<html><body>404</body></html>")
     (folder / "pixel.png").write_bytes(pixel)
     (folder / "gone.jpg").symlink_to("nowhere")
-    reasons = ("truncated", "web page", "too small: 1x1", "No such file")
+    reasons = ("truncated", "not an image", "too small: 1x1", "No such file")
     return dict(zip(("truncated.jpg", "page.jpg", "pixel.png", "gone.jpg"), reasons))
 
 
@@ -195,26 +195,24 @@ def test_exactly_the_bad_images_are_listed_and_none_is_used(
     expected = make_bad(pictures, photo)
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
     out = stage(pictures, workers=2)
-    listed = bad_list(tmp_path)
+    reasons = bad_list(tmp_path)
     used = [
         name
         for split in ("train", "val")
         for name in KeypointStore(out / split, verify="all").images
     ]
-    held = {
+    test_images = {
         entry.name for entry in dataset.open_manifest(tmp_path / "images").select_entries("test")
     }
-    assert set(listed) == set(expected) - held and set(used) == good - held
-    for name, text in expected.items():
-        assert name in held or text in listed[name]
-    assert "images have no keypoint, such as" in capsys.readouterr().out
+    assert set(reasons) == set(expected) - test_images and set(used) == good - test_images
+    for name, reason in expected.items():
+        assert name in test_images or reason in reasons[name]
+    assert "images have no keypoint, such as flat" in capsys.readouterr().out
 
 
 def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, photo, tmp_path):
     expected = make_bad(pictures, photo)
-    with pytest.raises(
-        WorkError, match=r"more than a fraction of 0.1, such as .*: .*; fix .*bad_images.csv"
-    ):
+    with pytest.raises(WorkError, match=r"bad_images\.csv"):
         stage(pictures)
     assert bad_list(tmp_path) and set(bad_list(tmp_path)) <= set(expected)
     assert not (tmp_path / "kp/train/store.json").exists()
@@ -238,7 +236,7 @@ def test_a_bad_image_that_can_be_read_now_is_used(stage, pictures, tmp_path, mon
     assert read_files(stage(pictures)) == whole and not bad_list(tmp_path)
 
 
-def test_no_image_left_is_said(stage, pictures, tmp_path, monkeypatch):
+def test_a_split_without_images_stops_the_stage(stage, pictures, tmp_path, monkeypatch):
     stage(pictures)
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 1.0)
     for path in pictures.iterdir():  # after fetch, which looks itself whether any image can be used
@@ -248,11 +246,11 @@ def test_no_image_left_is_said(stage, pictures, tmp_path, monkeypatch):
 
 
 def test_a_missing_manifest_is_named(tmp_path, root):
-    with pytest.raises(RequestError, match="no manifest here"):
+    with pytest.raises(RequestError, match=r"manifest\.csv"):
         keypoints.main(["--params", str(root / "presets/sample.yaml"), "--images", str(tmp_path)])
 
 
-def test_a_full_disk_is_said_and_finished_shards_are_kept(
+def test_a_full_disk_is_reported_and_finished_shards_are_kept(
     stage, pictures, tmp_path, monkeypatch, capsys
 ):
     write = store.write_atomic
@@ -264,8 +262,7 @@ def test_a_full_disk_is_said_and_finished_shards_are_kept(
 
     monkeypatch.setattr(store, "write_atomic", full)
     assert errors.run(lambda _: stage(pictures)) == 1
-    said = capsys.readouterr().err
-    assert f"failed: No space left on device: {tmp_path}/kp/train/shard-00001" in said
+    assert f"{tmp_path}/kp/train/shard-00001" in capsys.readouterr().err
     assert (tmp_path / "kp/train/shard-00000.safetensors").exists()
 
 
@@ -282,18 +279,20 @@ def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
     assert read_files(tmp_path / "ranks") == reference
 
 
-def test_what_another_rank_is_writing_stays(stage, pictures, tmp_path, monkeypatch):
+def test_files_that_another_rank_is_writing_stay(stage, pictures, tmp_path, monkeypatch):
     """Rank 0 deletes what does not belong here when all ranks are done, not when it starts."""
     partial = tmp_path / "kp/train/.shard-00001.safetensors.tmp"
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"a part")
-    seen = []
+    exists = []
     write = shards.write_shard_and_note
     monkeypatch.setattr(
-        shards, "write_shard_and_note", lambda *args: seen.append(partial.exists()) or write(*args)
+        shards,
+        "write_shard_and_note",
+        lambda *args: exists.append(partial.exists()) or write(*args),
     )
     stage(pictures)
-    assert seen and all(seen) and not partial.exists()
+    assert exists and all(exists) and not partial.exists()
 
 
 def test_a_rank_that_died_is_not_waited_for_without_end(stage, pictures, tmp_path, monkeypatch):
@@ -302,9 +301,7 @@ def test_a_rank_that_died_is_not_waited_for_without_end(stage, pictures, tmp_pat
     (tmp_path / "kp/train/shard-00001.json").write_text('{"fingerprint": "another"}')
     monkeypatch.setattr(keypoints, "SILENCE_SECONDS", 0.0)
     monkeypatch.setenv("WORLD_SIZE", "2")  # and no rank 1
-    with pytest.raises(
-        WorkError, match=r"shard-00001.safetensors: no rank has written it.*run again"
-    ):
+    with pytest.raises(WorkError, match=r"shard-00001\.safetensors"):
         stage(pictures)
 
 
@@ -321,10 +318,10 @@ def test_a_shard_that_changes_has_another_version(make_params, photo):
     would stay.
     """
     settings = make_params("keypoints", views_per_image=3)
-    found = []
+    sums_of_views = []
     for records in make_image_views(photo, "coffee.png", settings).records:
         sums = [records["x"].sum(), records["y"].sum(), records["descriptor"].sum(dtype=np.int64)]
-        found.append([len(records), *(round(float(value)) for value in sums)])
-    assert {views.VERSION: found} == GOLDEN, (
-        "raise VERSION in pipeline/keypoints/views.py, and put what is found here"
+        sums_of_views.append([len(records), *(round(float(value)) for value in sums)])
+    assert {views.VERSION: sums_of_views} == GOLDEN, (
+        "raise VERSION in pipeline/keypoints/views.py, and replace the sums above"
     )
