@@ -1,7 +1,7 @@
 """Draw pictures of matches: two images side by side, joined by thin lines.
 
-The colour of a match shows its position in the first image, from yellow at the left to magenta at
-the right, so that the eye can follow a line. Colours of confidences would all look the same, since
+The color of a match shows its position in the first image, from yellow at the left to magenta at
+the right, so that the eye can follow a line. Colors of confidences would all look the same, since
 most confidences are near 1. `LINES` matches that are spread over the image are drawn as lines, and
 the others as dots, so that the images stay visible. Matches that are known to be wrong are red and
 end in crosses.
@@ -62,7 +62,7 @@ class Picture:
 
     Attributes:
         pixels: (H, W, 3) uint8 BGR.
-        legend: a text that says what the colours mean.
+        legend: a text that says what the colors mean.
     """
 
     pixels: np.ndarray
@@ -97,8 +97,8 @@ class Picture:
         write_atomic(path, self.encode(Path(path).suffix.lower()))
 
 
-def compute_colours(points: np.ndarray, width: int) -> np.ndarray:
-    """Compute the colours of points by their x.
+def compute_colors(points: np.ndarray, width: int) -> np.ndarray:
+    """Compute the colors of points by their x.
 
     Args:
         points: (K, 2) px.
@@ -170,26 +170,26 @@ def draw_lines(canvas: np.ndarray, panel: Panel, size: Size) -> None:
     # OpenCV takes fixed-point coordinates, here with four fractional bits.
     points1 = panel.points1 + np.array([size[0] + GAP, 0])
     ends = np.rint(16 * np.stack([panel.points0, points1], axis=1)).astype(int).tolist()
-    colours = compute_colours(panel.points0, size[0])
-    colours[panel.wrong] = RED
-    colours = colours.tolist()
+    colors = compute_colors(panel.points0, size[0])
+    colors[panel.wrong] = RED
+    colors = colors.tolist()
     # Draw the lines, and blend them with the images.
     below = canvas.copy()
     for index in order[np.isin(order, lines)]:
         start, end = ends[index]
-        cv2.line(canvas, start, end, colours[index], thickness, cv2.LINE_AA, 4)
+        cv2.line(canvas, start, end, colors[index], thickness, cv2.LINE_AA, 4)
     cv2.addWeighted(canvas, OPACITY, below, 1 - OPACITY, 0, dst=canvas)
     # Draw the ends of all matches: dots, or crosses for wrong ones.
     for index in order:
         for x, y in ends[index]:
-            colour = colours[index]
+            color = colors[index]
             if not panel.wrong[index]:
-                cv2.circle(canvas, (x, y), 16 * (2 + thickness), colour, -1, cv2.LINE_AA, 4)
+                cv2.circle(canvas, (x, y), 16 * (2 + thickness), color, -1, cv2.LINE_AA, 4)
                 continue
             arm = 16 * (3 + thickness)
             for up in (arm, -arm):
                 ends_of_arm = ((x - arm, y - up), (x + arm, y + up))
-                cv2.line(canvas, *ends_of_arm, colour, thickness + 1, cv2.LINE_AA, 4)
+                cv2.line(canvas, *ends_of_arm, color, thickness + 1, cv2.LINE_AA, 4)
 
 
 def draw_text_bar(width: int, text: str) -> np.ndarray:
@@ -217,9 +217,9 @@ def draw_text_bar(width: int, text: str) -> np.ndarray:
 
 
 def write_legend(panels: Sequence[Panel]) -> str:
-    """Say what colours, lines, dots and crosses mean. Name only what the panels use."""
+    """Explain the colors, lines, dots and crosses that the panels use."""
     counts = [len(panel.scores) for panel in panels]
-    sentences = ["The colour of a match is its place in the first image."] * any(counts)
+    sentences = ["The color of a match is its place in the first image."] * any(counts)
     meanings = dict.fromkeys(panel.wrong_means for panel in panels if panel.wrong.any())
     sentences += [f"Red crosses: {meaning}." for meaning in meanings]
     if max(counts) > LINES:

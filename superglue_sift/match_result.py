@@ -249,7 +249,7 @@ class MatchResult:
 
     @property
     def accepted(self) -> bool:
-        """Say whether a pair has matches of one place.
+        """Return whether a pair has matches of one place.
 
         It is False for a pair of a scene that was rejected, or of which no matches were kept. It is
         always True without `scene`.
@@ -390,11 +390,11 @@ class MatchResult:
         return {"homography": self.homography(), "fundamental": self.fundamental()}
 
     def describe_fits(self) -> str:
-        """Say how many matches fit one camera motion, and how many of these one plane.
+        """Describe how many matches fit one camera motion, and how many of these one plane.
 
         A model is left out if the matches do not support it (`Fit.supported`).
         """
-        # Views of a scene fit one camera motion, and those of one surface also one plane.
+        # A rigid scene supports F; a plane supports H as well.
         total = len(self.matches)
         motion = self.fundamental()
         plane = self.homography()
@@ -408,7 +408,7 @@ class MatchResult:
         return f"{text}, {in_plane} of them one plane" if plane.supported else text
 
     def summarize(self) -> str:
-        """Say in two lines what the matches fit, and how many there are.
+        """Describe in two lines what the matches fit, and how many there are.
 
         The second line has the numbers of keypoints and of refined matches.
         """

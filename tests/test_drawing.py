@@ -1,4 +1,4 @@
-"""superglue_sift/drawing.py: what the colours, lines and points of a picture of matches say."""
+"""superglue_sift/drawing.py: what the colors, lines and points of a picture of matches say."""
 
 import cv2
 import numpy as np
@@ -23,7 +23,7 @@ def panel(heights, scores, wrong=False):
 
 
 def crossing(picture, height):
-    """The colour in which a level match crosses the white gap, freed of what shines through.
+    """The color in which a level match crosses the white gap, freed of what shines through.
 
     OpenCV's antialiased line covers nine tenths of the pixels it runs through, so this is right to
     a tenth of 255.
@@ -32,17 +32,17 @@ def crossing(picture, height):
     return (seen - (1 - drawing.OPACITY) * 255) / drawing.OPACITY
 
 
-def test_colours_are_places_from_left_to_right_and_never_red():
+def test_colors_are_places_from_left_to_right_and_never_red():
     points = np.stack([np.arange(300.0), np.zeros(300)], axis=1)
-    colours = drawing.compute_colours(points, 300).astype(int)
-    hues = cv2.cvtColor(colours[None].astype(np.uint8), cv2.COLOR_BGR2HSV)[0, :, 0].astype(int)
+    colors = drawing.compute_colors(points, 300).astype(int)
+    hues = cv2.cvtColor(colors[None].astype(np.uint8), cv2.COLOR_BGR2HSV)[0, :, 0].astype(int)
     assert (np.diff(hues) >= 0).all() and hues[0] < 30 and hues[-1] > 140
-    assert np.abs(colours - RED).max(axis=1).min() > 100
+    assert np.abs(colors - RED).max(axis=1).min() > 100
 
 
-def test_lines_shine_through_and_have_the_colour_of_their_place():
+def test_lines_shine_through_and_have_the_color_of_their_place():
     picture = draw_panels(BLACK, BLACK, [panel([40], [1.0])])
-    middle = drawing.compute_colours(rows(40), 300)[0]
+    middle = drawing.compute_colors(rows(40), 300)[0]
     np.testing.assert_allclose(crossing(picture, 40), middle, atol=30)
     np.testing.assert_array_equal(picture[BAR + 70, MIDDLE], 255)
     np.testing.assert_allclose(picture[BAR + 40, 150], middle, atol=4)  # ends are opaque

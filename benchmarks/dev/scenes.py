@@ -46,7 +46,7 @@ from pipeline import errors
 from pipeline.errors import RequestError
 from superglue_sift.features.images import read_gray, reduce_image
 from superglue_sift.geometry import two_view
-from superglue_sift.interop.colmap import CENTRE
+from superglue_sift.interop.colmap import CENTER
 
 WORK = Path("scenes")  # databases and models
 RIGHT_PX = 4.0  # from the true epipolar lines
@@ -244,7 +244,7 @@ def count_pairs(database: Path, cameras: Cameras) -> Tuple[int, int]:
             keys = pycolmap.pair_id_to_image_pair(pair)
             F = compute_fundamental(*(cameras[content.read_image(key).name] for key in keys))
             both = (
-                content.read_keypoints(key)[index, :2].astype(float) - CENTRE
+                content.read_keypoints(key)[index, :2].astype(float) - CENTER
                 for key, index in zip(keys, matches.T)
             )
             verified += 1

@@ -17,7 +17,7 @@ and shifted until it fits image 1 best.
   to a fifth.
 - Deviation: it comes from the covariance of the shift, sigma^2 (J^T J)^-1 (Gruen 1985). Along a
   direction without structure, as along a straight edge, the match does not move. Added blur makes
-  residuals of neighbouring samples alike, which the covariance takes into account.
+  residuals of neighboring samples alike, which the covariance takes into account.
 
 Lengths are in pixels that are read, which may be a reduced copy of the file's. More of them give
 more exact positions.
@@ -255,7 +255,7 @@ class _RefinedMatches:
         self._refine(0, has_failed & ~torch.isnan(self.deviation))
 
     def measure_sharpness(self) -> float:
-        """Return the median log ratio of the gradient energies of both patches, per variance.
+        """Return the median log-ratio of gradient energy over variance.
 
         Above 0, image 0 is sharper. It is 0 if no patches lie inside both images. SIFT's positions
         are accurate enough for this.
@@ -461,10 +461,10 @@ class Template:
         inner, x, y = compute_gradient(samples)
         self.mean = samples.mean(1, keepdim=True)
         # Normalize the samples to weighted mean 0 and deviation 1.
-        centred = inner - self.mean
-        centred = centred - (centred @ weight)[:, None]
-        self.spread = sqrt((centred**2) @ weight)
-        template = centred / self.spread.clamp(min=FLAT)[:, None]
+        centered = inner - self.mean
+        centered = centered - (centered @ weight)[:, None]
+        self.spread = sqrt((centered**2) @ weight)
+        template = centered / self.spread.clamp(min=FLAT)[:, None]
         # Project offset and gain out of the gradient (n, 2, s s).
         gradient = torch.stack([x, y], 1) / self.spread.clamp(min=FLAT)[:, None, None]
         gradient = gradient - (gradient @ weight)[..., None]

@@ -139,7 +139,7 @@ def map_to_resized(before: Tuple[float, float], after: Tuple[float, float]) -> n
         before: (width, height) of the image in px.
         after: (width, height) of the resized image in px.
     """
-    # Pixel centres have whole coordinates, so the corner of an image is at -0.5.
+    # Pixel centers have whole coordinates, so the corner of an image is at -0.5.
     sx = after[0] / before[0]
     sy = after[1] / before[1]
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])
@@ -162,7 +162,7 @@ def reduced_size(size: Size, factor: float) -> Size:
 
 
 def corners(size: Size) -> np.ndarray:
-    """Return the centres of the corner pixels of an image of `size` (width, height).
+    """Return the centers of the corner pixels of an image of `size` (width, height).
 
     Returns:
         (4, 2) float64, clockwise from the first pixel.

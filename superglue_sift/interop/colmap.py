@@ -36,7 +36,7 @@ from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
 from superglue_sift.scene import RESIZE
 
-CENTRE = 0.5  # centre of the first pixel in COLMAP's coordinates
+CENTER = 0.5  # center of the first pixel in COLMAP's coordinates
 MIN_INLIERS = 15  # minimum for a verified pair, as in COLMAP's own matcher
 CAMERAS = {None: "AUTO", "folder": "PER_FOLDER", "image": "PER_IMAGE"}  # COLMAP's words
 ONLY_ERRORS = 2  # level of COLMAP's log
@@ -70,7 +70,7 @@ def create_database(
         store: their features, and the matcher.
         refine: refine keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop
             matches of scenes that then do not fit (`find_refined_inliers`). Without
-            this, four cameras of unknown focal length move by decimetres.
+            this, four cameras of unknown focal length move by decimeters.
         camera_per: "folder" or "image": what has one camera. If None, photographs whose EXIF data
             name the same camera share one, and each of the others has its own, as in COLMAP's
             importer.
@@ -159,8 +159,8 @@ def _write_keypoints(database: Any, name: str, features: Features) -> ImageEntry
     image = database.read_image_with_name(name)
     to_stored = map_to_upright(invert_orientation(features.turned), features.size)
     points = two_view.transform(features.keypoints.astype(np.float64), to_stored)
-    # The centre of the first pixel is (0, 0) here, and (0.5, 0.5) in COLMAP.
-    points = points.astype(np.float32) + np.float32(CENTRE)
+    # The center of the first pixel is (0, 0) here, and (0.5, 0.5) in COLMAP.
+    points = points.astype(np.float32) + np.float32(CENTER)
     database.write_keypoints(image.image_id, points)
     if descriptor_kind(features.records.dtype)[0] == "sift":
         # COLMAP keeps its own SIFT as RootSIFT in bytes.

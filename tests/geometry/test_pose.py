@@ -17,7 +17,7 @@ ROTATION = cv2.Rodrigues(np.array([0.02, 0.2, 0.05]))[0]
 
 
 def view_points(t, noise_px, wrong, count=400, rotation=ROTATION, depths=(4, 12)):
-    """Match points at depths of 4 to 12 m in two views of 1,024 x 768 px that are t metres apart.
+    """Match points at depths of 4 to 12 m in two views of 1,024 x 768 px that are t meters apart.
 
     wrong: this part of the matches is at random positions in image 1.
     """
@@ -78,7 +78,7 @@ PLANE = (8, 8.0001)
     ],
 )
 def test_a_camera_that_moves_has_a_direction(baseline, noise_px, depths):
-    """From two centimetres on, at depths of metres. Matches of one plane have parallax, too."""
+    """From two centimeters on, at depths of meters. Matches of one plane have parallax, too."""
     true_t = baseline * np.array([0.9, 0.1, 0.4]) / np.linalg.norm([0.9, 0.1, 0.4])
     *points, is_wrong = view_points(true_t, noise_px, 0.2, depths=depths)
     R, t, inliers = estimate_relative_pose(*points, CAMERA, CAMERA)

@@ -18,7 +18,7 @@ from superglue_sift.features import sift
 from superglue_sift.features.nearest import match_by_ratio
 from superglue_sift.features.sift import to_root_sift
 from superglue_sift.geometry import two_view
-from superglue_sift.interop.colmap import CENTRE
+from superglue_sift.interop.colmap import CENTER
 
 pycolmap = pytest.importorskip("pycolmap")
 
@@ -95,7 +95,7 @@ def test_only_pairs_without_matches_are_added(database, capsys):
         matches = content.read_matches(a, b)
         verified = content.read_two_view_geometry(a, b).inlier_matches
         points0, points1 = (
-            content.read_keypoints(number)[rows, :2].astype(float) - CENTRE
+            content.read_keypoints(number)[rows, :2].astype(float) - CENTER
             for number, rows in zip((a, b), matches.T)
         )
     right = np.linalg.norm(two_view.transform(points0, TURN) - points1, axis=1) < 3
