@@ -12,7 +12,6 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 import numpy as np
 
 from superglue_sift.drawing import Panel, Picture, draw_panels, write_legend
-from superglue_sift.errors import RequestError
 from superglue_sift.features.features import Features, Image, load_photo
 from superglue_sift.features.images import STORED, UPRIGHT, Photo
 from superglue_sift.geometry import refinement, two_view
@@ -475,6 +474,4 @@ class MatchResult:
         """
         image0 = self.images[0] if image0 is None else image0
         image1 = self.images[1] if image1 is None else image1
-        if image0 is None or image1 is None:
-            raise RequestError("the images are not known: pass them, show(image0, image1)")
         return load_photo(image0, self.frame), load_photo(image1, self.frame)

@@ -18,7 +18,7 @@ import numpy as np
 from superglue_sift.geometry.local_maps import MIN_INLIERS, fit_affine_maps
 from superglue_sift.geometry.two_view import SCATTER_PX
 
-DIRECT = 500_000  # A direct solver is used up to this number of matched keypoints
+TOLERANCE = 1e-7  # of the solver; positions are then exact to a thousandth of a pixel
 # Equations are weighted anew so many times. Equations that others contradict lose weight.
 ROUNDS = 4
 MIN_DEVIATION_PX = 0.03  # Smaller deviations of refined matches are raised to this
@@ -86,7 +86,7 @@ def _solve(
         deviation: (n,) px, of each match.
     """
     from scipy.sparse import bsr_matrix, diags, vstack
-    from scipy.sparse.linalg import lsmr, splu
+    from scipy.sparse.linalg import lsmr
 
     corrections = np.zeros((len(scatter), 2))
     # Number only the keypoints that have equations.
@@ -107,12 +107,7 @@ def _solve(
         scale = np.repeat(np.sqrt(weight) / deviation, 2)
         weighted = vstack([system.multiply(scale[:, None]), prior]).tocsr()
         target = np.concatenate([right * scale, np.zeros(size)])
-        if len(used) > DIRECT:
-            x = lsmr(weighted, target, atol=1e-4, btol=1e-4)[0]
-        else:  # This takes a quarter of the time: short, separate tracks cause little fill-in
-            normal = (weighted.T @ weighted).tocsc()
-            factors = splu(normal, permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True})
-            x = factors.solve(weighted.T @ target)
+        x = lsmr(weighted, target, atol=TOLERANCE, btol=TOLERANCE)[0]
         # Weight the equations anew by their residuals.
         residual = ((system @ x - right).reshape(-1, 2) ** 2).sum(1) / deviation**2
         weight = 1.0 / (1.0 + residual / 9.0)  # Half the weight at three deviations

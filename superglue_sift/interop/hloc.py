@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift.errors import RequestError, import_extra
+from superglue_sift.errors import import_extra
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import STORED
 from superglue_sift.files import FileName
@@ -113,24 +113,14 @@ def _write_arrays(path: FileName, group: str, data: Mapping[str, np.ndarray]) ->
 class MatcherForHloc:
     """A matcher for hloc, without hloc's BaseModel. `register` adds that base class."""
 
-    default_conf: ClassVar[Dict[str, Any]] = {
-        "model": None,
-        "threshold": None,
-        "network_keypoints": None,
-        "device": "auto",
-        "scene": False,
-    }
+    default_conf: ClassVar[Dict[str, Any]] = {"model": None}  # and settings of `Matcher.load`
     required_inputs: ClassVar[List[str]] = [
         f"{name}{view}" for view in "01" for name in ("image", *IMAGE_ARRAYS)
     ]
 
     def _init(self, conf: Mapping[str, Any]) -> None:
-        # hloc adds the name of the matcher.
-        unknown = conf.keys() - self.default_conf.keys() - {"name"}
-        if unknown:
-            allowed = ", ".join(self.default_conf)
-            raise RequestError(f"{', '.join(sorted(unknown))}: not a setting; they are {allowed}")
-        settings = {name: conf[name] for name in self.default_conf}
+        settings = dict(conf)
+        settings.pop("name", None)  # hloc adds the name of the matcher.
         self.matcher = Matcher.load(settings.pop("model"), **settings)
 
     def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
@@ -166,15 +156,9 @@ def register() -> Type:
     Returns:
         The class of the matcher.
 
-    Raises:
-        RequestError: If hloc is not installed.
     """
-    try:
-        from hloc.utils.base_model import BaseModel  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise RequestError(
-            "hloc is not installed: github.com/cvg/Hierarchical-Localization"
-        ) from None
+    from hloc.utils.base_model import BaseModel  # pyright: ignore[reportMissingImports]
+
     # hloc finds a matcher by the name of its module, and takes the one subclass of BaseModel.
     matcher = type(
         "SuperGlueSIFT",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from superglue_sift import Matcher, RequestError
+from superglue_sift import Matcher
 from superglue_sift.interop import convert, hloc
 
 h5py = pytest.importorskip("h5py")
@@ -101,9 +101,11 @@ def test_the_matcher_gives_our_matches(pair, result, plugin, tmp_path):
     assert output["matching_scores0"].shape == output["matches0"].shape
 
 
-def test_a_wrong_setting_is_refused(plugin):
-    with pytest.raises(RequestError, match="max_keypoints"):
-        plugin({"name": "superglue_sift", "max_keypoints": 100})
+def test_settings_are_those_of_the_matcher(plugin):
+    conf = {"name": "superglue_sift", "device": "cpu", "scene": True, "accept": 0.98}
+    assert plugin(conf).matcher.rules.accept == 0.98
+    with pytest.raises(TypeError, match="treshold"):
+        plugin({**conf, "treshold": 0.5})
 
 
 def test_matches_are_in_the_group_of_the_pair(result, tmp_path):
