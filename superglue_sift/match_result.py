@@ -472,6 +472,8 @@ class MatchResult:
         Raises:
             RequestError: If an image is missing or cannot be read.
         """
-        image0 = self.images[0] if image0 is None else image0
-        image1 = self.images[1] if image1 is None else image1
-        return load_photo(image0, self.frame), load_photo(image1, self.frame)
+        images: Any = [
+            matched if image is None else image
+            for matched, image in zip(self.images, (image0, image1))
+        ]
+        return load_photo(images[0], self.frame), load_photo(images[1], self.frame)

@@ -164,15 +164,15 @@ def fit_geometry(
     # The network's matches tell which of several geometries is right. But they may be few if the
     # views are far apart, or lie along one row of windows. So the ratio test's matches help to
     # place the lines.
-    *points, _ = _get_distinct_points(network_matches, keypoints)
+    points, _ = _get_distinct_points(network_matches, keypoints)
     F = two_view.fit_fundamental(*points, INLIER_PX, factors)[0]
     if F is not None:
         near = _keep_near_lines(F, network_matches, keypoints, INLIER_PX, factors)
         points = near.join(ratio_matches).get_points(keypoints)
         refit = two_view.fit_fundamental(*points, INLIER_PX, factors)[0]
         F = F if refit is None else refit
-    *points, _ = _get_distinct_points(network_matches.join(ratio_matches), keypoints)
-    *ratio_points, ratio_scores = _get_distinct_points(ratio_matches, keypoints)
+    points, _ = _get_distinct_points(network_matches.join(ratio_matches), keypoints)
+    ratio_points, ratio_scores = _get_distinct_points(ratio_matches, keypoints)
     return F, verification.measure_evidence(F, points, ratio_points, ratio_scores, factors)
 
 
@@ -212,9 +212,7 @@ def _keep_near_lines(
     return matches.only(distances <= limit_px)
 
 
-def _get_distinct_points(
-    matches: Matches, keypoints: Points
-) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _get_distinct_points(matches: Matches, keypoints: Points) -> Tuple[Points, np.ndarray]:
     """Keep one match for each position, since two orientations of a point may be two keypoints.
 
     Returns:
@@ -222,4 +220,4 @@ def _get_distinct_points(
     """
     points0, points1 = matches.get_points(keypoints)
     rows = nearest.find_one_to_one(points0, points1, matches.scores)
-    return points0[rows], points1[rows], matches.scores[rows].astype(np.float64)
+    return (points0[rows], points1[rows]), matches.scores[rows].astype(np.float64)

@@ -89,12 +89,12 @@ def fit_affine_maps(
     weights = 1.0 / (NEAR_PX * factor + distances)
     weights = weights / weights.sum(1, keepdims=True)
     # (K, n, 2) positions of the neighbors relative to their center
-    offsets = (
+    offsets0, offsets1 = (
         points[index] - (weights[..., None] * points[index]).sum(1, keepdims=True)
         for points in (inliers0, inliers1)
     )
     prior = np.linalg.lstsq(inliers0 - inliers0.mean(0), inliers1 - inliers1.mean(0), rcond=None)[0]
-    return _solve_maps(*offsets, weights, PRIOR_PX * factor, prior)
+    return _solve_maps(offsets0, offsets1, weights, PRIOR_PX * factor, prior)
 
 
 def fit_maps_around(

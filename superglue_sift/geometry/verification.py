@@ -114,7 +114,7 @@ def predict_by_neighbors(points: Points, factors: Factors) -> Tuple[np.ndarray, 
         return np.zeros((0, 2, 2)), np.zeros(0, bool)
     factor0, factor1 = factors
     forward = points
-    backward = points[::-1]
+    backward = points[1], points[0]
     maps, error1, spread1 = fit_maps_around(forward, _find_neighbors(points[0]), forward, factor0)
     _, error0, spread0 = fit_maps_around(backward, _find_neighbors(points[1]), backward, factor1)
     is_predicted = are_small_errors(error0, spread0, factor0)
