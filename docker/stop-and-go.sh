@@ -37,8 +37,10 @@ until_true() {
 
 trained() {
     local step
-    step=$(grep -o '"train/loss".*' "$place/reports/train/log.jsonl" 2>/dev/null | grep -oE '"step": ?[0-9]+' | tail -n 1)
-    [ "${step##*[: ]}" -ge "${AT:-1}" ] 2>/dev/null
+    step=$(python3 -c "import sqlite3, sys
+print(*sqlite3.connect(sys.argv[1]).execute('SELECT max(step) FROM metrics WHERE key = ?', ['train/loss']).fetchone())
+" "$place/mlflow.db" 2>/dev/null)
+    [ "$step" -ge "${AT:-1}" ] 2>/dev/null
 }
 
 rm -rf "$place/checkpoints" "$place/reports/train"

@@ -19,7 +19,7 @@ Stages share these modules:
     distributed        connects the ranks of a training
     workers            computes results ahead of time, and defers signals
     provenance         says which code, versions and photographs a result comes from
-    tracking           writes the log of a run, which mlflow_store sends to MLflow
+    tracking           sends the run of a training to MLflow
     served_model       is the model as MLflow serves it
     errors             has the errors that a user reads
 """

@@ -34,7 +34,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--metrics", type=Path, help="metrics.json of their evaluation, to store with them")
     add("--half", action="store_true", help="store the weights in float16: half the bytes")
     add("--out", type=Path, default=Path("models"), help="folder for the model")
-    add("--mlflow-run", type=Path, help="log.jsonl of the training, whose run names the model")
+    add("--mlflow-run", type=Path, help="mlflow.json of the training, whose run gets the model")
     add("--params", type=Path, default=Path("params.yaml"), help="parameters")
     return parser.parse_args(argv)
 

@@ -1,257 +1,241 @@
-"""The record of a run, which one thread sends to MLflow.
+"""Runs of trainings in MLflow.
 
-A stage opens a run (`open_run`, `attach`) and writes to it. Every event goes to `log.jsonl`, which
-is the record and contains no password. A thread (`Sender`) sends the log to MLflow
-(`mlflow_store`), so no server can delay or end the work.
+The curves of a training are on disk, in its checkpoints and in reports/train/curves. MLflow gets a
+copy: a thread of rank 0 sends what the server lacks, so no server can delay, stop or fail a
+training. `reports/train/mlflow.json` describes the run, and has no password. What did not arrive is
+sent later, once, from these files:
 
-    python -m pipeline.tracking resend    send what a server has missed
-    python -m pipeline.tracking ui        MLflow's pages on the store of this clone
+    python -m pipeline.tracking send    send what the server lacks
+    python -m pipeline.tracking ui      MLflow's pages on the store of this clone
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import itertools
-import json
-import math
+import csv
+import logging
 import os
+import re
+import sys
+import tempfile
 import textwrap
 import threading
 import time
 import uuid
-from collections import Counter
+import warnings
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from pipeline import errors, mlflow_store, provenance
-from pipeline.errors import RequestError
-from pipeline.mlflow_store import (
-    CLONE_STORE,
-    EVALUATION,  # noqa: F401 (the prefix of the stage `evaluate`)
-    SEPARATOR,
-    Event,
-    MlflowRun,
-    format_address,
-    format_error,
-    get_database_path,
-    print_message,
-    redact,
-)
+from pipeline import errors, provenance
 from pipeline.params import flatten
-from superglue_sift.files import compute_json_digest
+from superglue_sift.files import compute_json_digest, read_json, write_atomic, write_json
 
-SAMPLING_INTERVAL = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"  # A variable of the environment
+MODEL = "superglue-sift"  # Name of the registered model, and of the experiment
+EVALUATION = "test"  # Prefix of the evaluation's metrics, and folder of its files
+SEPARATOR = " · "  # It stands between the name of a run and its result
+TAG_PREFIX = "superglue."  # The names of the project's tags begin with this
+KEY_TAG = f"{TAG_PREFIX}run_key"  # The tag by which the run of a record is found
+CLONE_STORE = "mlflow.db"  # The store of a clone
+ARTIFACTS = "mlartifacts"  # Folder of the files of all runs, beside a local store
+RECORD = "mlflow.json"  # File that describes the run of a training
+# Names of the files in reports/train/curves
+CURVES = {"train": "train.csv", "val": "validation.csv"}
 
-# --- the log
+RETRY_SECONDS = 30.0  # Pause after a server did not answer
+PATIENCE_SECONDS = 6.0  # How long the end of a run waits for a server that did not answer
+POINTS_AT_ONCE = 1000  # Largest number of points in a request, MLflow's limit
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",  # Seconds
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+# Without this word, MLflow opens its page for language models.
+WORKFLOW = "machine_learning"
+# A login stands in front of the name of a server or a database.
+_LOGIN = re.compile(r"(?<=://)[^/\s'\"<>][^\s'\"<>]*@")
+
+Record = Dict[str, Any]
+Rows = List[Dict[str, float]]  # Points of a curve, each with its `step`
 
 
-def get_time_ms() -> int:
-    """Return the present time in milliseconds since 1970, MLflow's unit."""
-    return int(time.time() * 1000)
+def redact(text: str) -> str:
+    """Return a text without the logins in its addresses."""
+    return _LOGIN.sub("", text)
 
 
-class EventLog:
-    """An append-only file of JSON lines, one event each. Any thread may append.
+def get_database_path(uri: str) -> Optional[Path]:
+    """Return the file of a SQLite address, or None for the address of a server.
 
-    An event is the header (`run`), `metrics`, `artifact`, `model`, `compare`, `tags`, `end` (the
-    state of the run), or `sent`. `sent` is the number of bytes of the log that the server at the
-    address `place` has completely. The header names the training, as checkpoints and models do, so
-    metrics find their run also after `dvc checkout` of an older model.
-
-    Attributes:
-        path: the file, which need not exist yet.
+    The address of a SQLite file is relative to the user's clone.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._stream: Optional[BinaryIO] = None
-
-    def append(self, event: Event) -> None:
-        """Append one event to the file.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
-        line = redact(json.dumps(event, separators=(",", ":"), default=str)).encode()
-        if self._stream is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = open(self.path, "ab")  # noqa: SIM115 (it stays open)
-            # The lock tells `resend` that this process writes. A network folder may have no locks.
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # A killed writer may have left a part of a line, which ends here. `read` leaves it out.
-            line = b"\n" + line
-        self._stream.write(line + b"\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Close the file, and give its lock back."""
-        if self._stream is not None:
-            with contextlib.suppress(OSError):  # `append` has raised the error of a full disk
-                self._stream.close()
-            self._stream = None
-
-    def is_in_use(self) -> bool:
-        """Return whether a process of this machine has the file open for writing."""
-        with open(self.path, "rb") as stream:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                return isinstance(error, BlockingIOError)
-        return False
-
-    def read(self, offset: int = 0) -> Iterator[Tuple[Event, int]]:
-        """Yield the events from byte `offset`, each with the offset of its end.
-
-        Empty and damaged lines are left out, and so is a last line that is not complete yet.
-        """
-        with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as stream:
-            stream.seek(offset)
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    return
-                offset += len(line)
-                with contextlib.suppress(ValueError):
-                    yield json.loads(line), offset
-
-    def read_header(self) -> Event:
-        """Read the event that describes the run, or {} if the file is empty or no log."""
-        return next((event for event, _ in self.read() if "run" in event), {})
-
-    def read_sent(self) -> Dict[str, int]:
-        """Read how many bytes of the log each server has, by its address.
-
-        A server that has answered, but got no event yet, has 0.
-        """
-        return {event["place"]: event["sent"] for event, _ in self.read() if "place" in event}
+    scheme, _, path = uri.partition(":///")
+    return provenance.find_clone() / path if scheme == "sqlite" and path else None
 
 
-def find_log(folder: Path, training: Optional[str]) -> Optional[EventLog]:
-    """Find the newest log of a training in a folder. Return None if there is none."""
-    # log.jsonl is the newest, and comes before log-TIME.jsonl in this order.
-    for path in sorted(folder.glob("log*.jsonl"), reverse=True):
-        log = EventLog(path)
-        if log.read_header().get("training", "") == training:
-            return log
-    return None
+def choose_uri() -> str:
+    """Return MLFLOW_TRACKING_URI, or the store of the user's clone if it is not set.
+
+    A DVC experiment runs in a copy of the clone, and also takes the store of the user's clone.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{CLONE_STORE}"
+    path = get_database_path(uri)
+    return f"sqlite:///{path}" if path else uri
 
 
-# --- a run, as the stages use it
+def connect(uri: str) -> Tuple[Any, str]:
+    """Connect to a server or a local store.
+
+    Returns:
+        Its `MlflowClient`, and the id of the experiment. A local store and the experiment are
+        created if they do not exist.
+    """
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    if "HOME" not in os.environ:
+        # A user without an account, as of `docker run --user`, has no home, and MLflow needs one.
+        os.environ["HOME"] = tempfile.gettempdir()
+    import mlflow
+
+    logging.disable(logging.INFO)  # Alembic, which makes the tables, sets a level of its own
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    folder = None
+    path = get_database_path(uri)
+    if path:
+        if not path.is_file():
+            create_database(path)
+        # MLflow's default is the current directory, which may be that of a DVC experiment.
+        folder = (path.resolve().parent / ARTIFACTS).as_uri()
+    client = mlflow.MlflowClient(uri, uri)
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or MODEL
+    if client.get_experiment_by_name(name) is None:
+        try:
+            client.create_experiment(name, folder)
+        except mlflow.MlflowException:
+            if client.get_experiment_by_name(name) is None:
+                raise  # No other training has created it meanwhile
+    return client, mlflow.set_experiment(name).experiment_id
+
+
+def create_database(path: Path) -> None:
+    """Create the file of a local store with all its tables at once.
+
+    MLflow needs seconds for its tables. A process that is killed meanwhile, and a second one that
+    starts meanwhile, must not leave a part of them.
+    """
+    import mlflow
+
+    with tempfile.TemporaryDirectory() as folder:
+        complete = Path(folder) / "mlflow.db"
+        mlflow.MlflowClient(f"sqlite:///{complete}").search_experiments()
+        if not path.is_file():
+            write_atomic(path, complete.read_bytes())
 
 
 class Run:
-    """A run whose events go to a log, and from there to a server.
+    """The run of a training in MLflow. Without a record it does nothing, as on all ranks but 0.
 
-    The server can neither block the work nor make it fail. `open_run` and `attach` create the run.
-    Without a log it does nothing, as on ranks other than the first. As a context manager it closes
-    itself: as FINISHED, as FAILED on an exception, and as KILLED on Ctrl-C or sys.exit (by which a
-    signal ends a stage).
+    As a context manager it closes itself: as FINISHED, as FAILED on an exception, and as KILLED on
+    Ctrl-C or sys.exit, by which a signal ends a stage.
     """
 
-    def __init__(self, log: Optional[EventLog] = None, uri: str = "", owner: bool = False) -> None:
-        """Start to send the log to a server.
+    def __init__(
+        self, path: Optional[Path] = None, uri: Optional[str] = None, live: bool = False
+    ) -> None:
+        """Prepare to send the run.
 
         Args:
-            log: the log of the run. If None, the run does nothing.
-            uri: the address of the server or local store.
-            owner: whether this process has the run's training. It also samples the use of the
-                machine, and ends the run when it is closed.
+            path: the record of the run. If None, the run does nothing.
+            uri: the address of the server or local store. If None, `choose_uri` gives it.
+            live: whether this process trains. Then the curves are sent while it runs, with the use
+                of the machine. Otherwise those on disk beside the record are sent, at the end.
         """
-        # Without a log, events go nowhere.
-        self._log = log or EventLog(Path(os.devnull))
-        self._owner = owner
-        self._warned = False
-        self._last_steps: Dict[str, int] = {}  # Last step of each metric of the training
-        self._sender: Optional[Sender] = None
-        if log is None:
-            return
-        # A resumed training repeats steps that it has logged before.
-        for event, _ in log.read() if owner else ():
-            self._last_steps.update(dict.fromkeys(event.get("metrics", ()), event.get("step", 0)))
-        self._began = log.read_header()["time"]
-        self._sender = Sender(log, uri, self.sample_machine_use)
-        self._sender.start()
+        self._path = path
+        self._record = read_record(path) if path else {}
+        self._uri = uri or choose_uri()
+        self._live = live
+        self._curves: Sequence[Tuple[str, Rows]] = ()
+        self._run_id = ""
+        self._first_item = 0  # First item of the record that the server lacks
+        # Last step of each metric that the server has; None if it must be asked
+        self._sent_steps: Optional[Dict[str, int]] = None
+        self._error: Optional[Exception] = None
+        self._changed = threading.Event()
+        self._closing = threading.Event()
+        self._sender: Optional[threading.Thread] = None
+        if path and live:
+            self._start()
 
-    def log_metrics(self, metrics: Dict[str, Any], step: int) -> None:
-        """Log metrics of one step.
-
-        A point that is not after the last one of its metric is in the log already, and is left out.
+    def log_curves(self, curves: Mapping[str, Rows], speed: Rows = ()) -> None:  # type: ignore
+        """Send the points of the curves that the server lacks, without waiting for it.
 
         Args:
-            metrics: the values by name. A value is a float or a tensor of one element, and may be
-                NaN.
-            step: the step of the training.
+            curves: the points of each curve, by the prefix of their metrics.
+            speed: further points of the curve `train`, which are not on disk.
         """
-        names = [name for name in metrics if step > self._last_steps.get(name, -1)]
-        if names:
-            self._last_steps.update(dict.fromkeys(names, step))
-            points = {name: float(metrics[name]) for name in names}
-            self._append({"metrics": points, "step": step, "time": get_time_ms()})
+        self._curves = [*((name, list(rows)) for name, rows in curves.items())]
+        self._curves.append(("train", list(speed)))
+        self._changed.set()
 
-    def sample_machine_use(self) -> None:
-        """Log the use of CPU, memory and GPUs if the next sample is due.
-
-        The sender calls this method often.
-        """
-        step = int((get_time_ms() - self._began) / 1000 / read_sampling_interval())
-        last = self._last_steps.get("system/cpu_utilization_percentage", 0)
-        # This use must not become the first metric, by which MLflow compares runs.
-        if self._owner and self._last_steps and step > last:
-            use = mlflow_store.measure_machine_use()
-            self.log_metrics({f"system/{name}": value for name, value in use.items()}, step)
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add metrics of one step."""
+        values = {name: float(value) for name, value in metrics.items()}
+        self._add({"metrics": values, "step": step, "time": get_time_ms()})
 
     def add_artifact(self, path: Path, folder: str = "") -> None:
         """Add a file, or all files of a folder, to the folder `folder` of the run's artifacts."""
-        self._append({"artifact": mlflow_store.shorten_path(path), "folder": folder})
+        self._add({"artifact": str(path.resolve()), "folder": folder})
 
     def describe(self, result: str, note: str) -> None:
         """Append a result to the run's name, and show a note in Markdown above its metrics."""
-        name = f"{self._log.read_header().get('name', '')}{SEPARATOR}{result}"
+        name = f"{self._record.get('name', '')}{SEPARATOR}{result}"
         self.set_tags({"mlflow.runName": name, "mlflow.note.content": note})
 
-    def register_model(self, *paths: Path, step: int = 0) -> None:
-        """Register a model of the run. `paths` are its weights and their JSON."""
-        self._append({"model": [*map(mlflow_store.shorten_path, paths)], "step": step})
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set further tags. All but MLflow's own get the prefix `superglue.`."""
+        prefixes = {name: "" if name.startswith("mlflow.") else TAG_PREFIX for name in tags}
+        self._add({"tags": {f"{prefixes[name]}{name}": text for name, text in tags.items()}})
 
-    def compare_with_champion(self, pairs: Path) -> None:
-        """Compare the run's model with the `champion`, by the pairs.csv of its evaluation."""
-        self._append({"compare": mlflow_store.shorten_path(pairs)})
+    def register_model(self, weights: Path, description: Path, step: int = 0) -> None:
+        """Register the weights and their JSON as a version of the model."""
+        self._add({"model": [str(weights.resolve()), str(description.resolve())], "step": step})
 
-    def set_tags(self, tags: Dict[str, str]) -> None:
-        """Set further tags of the run. All but MLflow's own tags get the prefix `superglue.`."""
-        self._append({"tags": tags})
-
-    def close(self, status: str = "FINISHED", patience: Optional[float] = None) -> bool:
-        """End the run, and wait until everything has reached the server.
-
-        A line names what has not arrived.
+    def close(self, status: str = "FINISHED") -> bool:
+        """Send what is left, and end the run. A line says if not everything has arrived.
 
         Args:
             status: FINISHED, FAILED or KILLED.
-            patience: seconds to wait if the server did not answer the last request (default: 6). A
-                server that answers is waited for ten minutes at most.
 
         Returns:
-            Whether everything has reached the server.
+            Whether everything has arrived.
         """
-        if self._sender is None:
+        if self._path is None:
             return True
-        sender = self._sender
-        self._sender = None
-        if self._owner:
-            self._append({"end": status, "time": get_time_ms()})
-        arrived = sender.stop(PATIENCE_SECONDS if patience is None else patience)
-        self._log.close()
-        return arrived
-
-    def _append(self, event: Event) -> None:
-        try:
-            self._log.append(event)
-        except OSError as error:
-            if not self._warned:
-                print_message(f"{self._log.path} cannot be written: {error}")
-            self._warned = True
+        path, self._path = self._path, None
+        if self._live:
+            self._record.update(status=status, end_time=get_time_ms())
+            write_json(path, self._record)
+        else:
+            self._curves = [*read_curves(path.parent)]
+        self._closing.set()
+        self._changed.set()
+        sender = self._sender or self._start()
+        while sender.is_alive():
+            sender.join(PATIENCE_SECONDS if self._error else 0.1)
+            if self._error:
+                break
+        if not sender.is_alive() and self._error is None:
+            self._record["sent"][redact(self._uri)] = len(self._record["items"])
+            write_json(path, self._record)
+            return True
+        reason = textwrap.shorten(str(self._error) or type(self._error).__name__, 200)
+        print_message(
+            f"{self._uri} did not get all of this run ({reason}); to send it, type"
+            " python -m pipeline.tracking send"
+        )
+        return False
 
     def __enter__(self) -> Run:
         return self
@@ -259,325 +243,316 @@ class Run:
     def __exit__(self, kind, error, trace) -> None:
         self.close("FINISHED" if kind is None else get_end_status(kind))
 
+    def _add(self, item: Record) -> None:
+        """Keep an item in the record, so that `send` has it as well. Closing sends it."""
+        if self._path:
+            self._record["items"].append(item)
+            write_json(self._path, self._record)
+
+    def _start(self) -> threading.Thread:
+        self._sender = threading.Thread(target=self._send_until_closed, daemon=True)
+        self._sender.start()
+        return self._sender
+
+    def _send_until_closed(self) -> None:
+        """Send the run whenever the curves have changed, and once more when it is closed."""
+        while True:
+            is_last = self._closing.is_set()
+            self._changed.clear()
+            try:
+                self._send(is_last)
+                self._error = None
+            except Exception as error:  # Whatever MLflow raises, the training goes on
+                self._error = error
+                self._sent_steps = None  # It may have got what it did not confirm
+            if is_last:
+                return
+            if self._error:
+                self._closing.wait(RETRY_SECONDS)
+            self._changed.wait()
+
+    def _send(self, is_last: bool) -> None:
+        """Send the curves, and at the end also the items and the state of the run."""
+        import mlflow
+
+        client, experiment = connect(self._uri)
+        if not self._run_id:
+            run_id = self._find_or_create(client, experiment)
+            if self._live:
+                mlflow.enable_system_metrics_logging()
+                mlflow.start_run(run_id)
+            self._run_id = run_id
+        if self._sent_steps is None:
+            self._sent_steps = read_last_steps(client, self._run_id)
+        for name, rows in self._curves:
+            self._send_points(client, self._sent_steps, name, rows)
+        if not is_last:
+            return
+        for item in self._record["items"][self._first_item :]:
+            self._send_item(client, item)
+        if self._live:
+            mlflow.end_run(self._record["status"])
+        # A process that was killed could not write its state.
+        state = self._record.get("status", "KILLED")
+        client.set_terminated(self._run_id, state, self._record.get("end_time"))
+
+    def _find_or_create(self, client: Any, experiment: str) -> str:
+        """Return the id of the run of the record."""
+        record = self._record
+        query = f"tags.`{KEY_TAG}` = '{record['key']}'"
+        runs = client.search_runs([experiment], query, max_results=1)
+        if runs:
+            self._first_item = record["sent"].get(redact(self._uri), 0)
+            return runs[0].info.run_id
+        tags = {KEY_TAG: record["key"]}
+        run_id = client.create_run(experiment, record["time"], tags, record["name"]).info.run_id
+        from mlflow.entities import Param
+
+        client.log_batch(run_id, params=[Param(*pair) for pair in record["params"].items()])
+        return run_id
+
+    def _send_points(
+        self, client: Any, sent_steps: Dict[str, int], prefix: str, rows: Rows
+    ) -> None:
+        """Send the points of a curve that come after the last ones that the server has."""
+        from mlflow.entities import Metric
+
+        now = get_time_ms()
+        points = [
+            Metric(f"{prefix}/{name}", value, now, int(row["step"]))
+            for row in rows
+            for name, value in row.items()
+            if name != "step" and int(row["step"]) > sent_steps.get(f"{prefix}/{name}", -1)
+        ]
+        for begin in range(0, len(points), POINTS_AT_ONCE):
+            batch = points[begin : begin + POINTS_AT_ONCE]
+            client.log_batch(self._run_id, metrics=batch)
+            sent_steps.update({point.key: point.step for point in batch})
+
+    def _send_item(self, client: Any, item: Record) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        if "metrics" in item:
+            # MLflow stores a point once that arrives again with the same time.
+            values = item["metrics"].items()
+            points = [Metric(name, value, item["time"], item["step"]) for name, value in values]
+            client.log_batch(self._run_id, metrics=points)
+        elif "tags" in item:
+            tags = [RunTag(name, text) for name, text in item["tags"].items()]
+            client.log_batch(self._run_id, tags=tags)
+        elif "artifact" in item:
+            path = Path(item["artifact"])
+            send = client.log_artifacts if path.is_dir() else client.log_artifact
+            send(self._run_id, str(path), item["folder"] or None)
+        else:
+            register(client, self._run_id, item["model"], item["step"])
+
+
+def get_time_ms() -> int:
+    """Return the present time in milliseconds since 1970, MLflow's unit."""
+    return int(1000 * time.time())
+
+
+def read_record(path: Path) -> Record:
+    """Read the record of a run, or return {} if there is none.
+
+    Raises:
+        RequestError: If the file cannot be read.
+    """
+    return read_json(path, "") if path.is_file() else {}
+
+
+def print_message(text: str) -> None:
+    """Print one line to stderr, without logins."""
+    print(f"tracking: {redact(text)}", file=sys.stderr, flush=True)
+
 
 def get_end_status(kind: Any) -> str:
     """Return FAILED or KILLED, from the type of the exception that ended the work."""
     return "KILLED" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "FAILED"
 
 
-def choose_uri(log: Optional[EventLog] = None) -> str:
-    """Choose the address of a new run (`log` is None), or of the run of a log.
+def read_last_steps(client: Any, run_id: str) -> Dict[str, int]:
+    """Return the last step of each metric of the curves that a run has on the server."""
+    prefixes = tuple(f"{name}/" for name in CURVES)
+    return {
+        name: max(point.step for point in client.get_metric_history(run_id, name))
+        for name in client.get_run(run_id).data.metrics
+        if name.startswith(prefixes)
+    }
 
-    A run stays at the address where it has once arrived, since the environment may be that of a
-    container. A new run goes to MLFLOW_TRACKING_URI. If that is not set, it goes to `mlflow.db` in
-    the user's clone, also from a DVC experiment's copy. A SQLite file that is missing belongs to
-    another machine or container, and does not count. Passwords come from the environment.
+
+def register(client: Any, run_id: str, files: List[str], step: int) -> None:
+    """Log weights as a model of a run, and register a version of it, once for each step.
+
+    Args:
+        client: an `MlflowClient`.
+        run_id: the id of the run.
+        files: the weights and their JSON.
+        step: the step of the training at which the weights were taken.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or CLONE_STORE
-    addresses = log.read_sent() if log else ()
-    usable = (
-        address for address in addresses if (get_database_path(address) or Path("/")).exists()
+    from mlflow import pyfunc
+    from mlflow.models import Model
+
+    versions = client.search_model_versions(f"run_id = '{run_id}'")
+    if any(version.tags.get("step") == str(step) for version in versions):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # MLflow asks for an example of an input
+        logged = Model.log(
+            None, pyfunc, name=MODEL, run_id=run_id, step=step, **describe_model(files)
+        )
+    if not client.search_registered_models(f"name = '{MODEL}'"):
+        client.create_registered_model(MODEL, description="SuperGlue on SIFT keypoints")
+    client.create_model_version(
+        MODEL,
+        f"models:/{logged.model_id}",
+        run_id,
+        {"step": str(step)},
+        model_id=logged.model_id,
+        await_creation_for=0,
     )
-    address = next(usable, None)
-    # If the environment has the same address, perhaps with a password, that one is used.
-    if address not in (None, format_address(uri)):
-        uri = address
-    path = get_database_path(uri)
-    return f"sqlite:///{path}" if path else uri
 
 
-def read_sampling_interval() -> float:
-    """Return the time between two samples of the machine's use in seconds, as for MLflow.
+def describe_model(files: List[str]) -> Dict[str, Any]:
+    """Return the arguments with which MLflow saves a model.
+
+    Args:
+        files: the weights and their JSON.
 
     Raises:
-        RequestError: If the environment variable SAMPLING_INTERVAL is no number above 0.
+        RequestError: If the weights cannot be read.
     """
-    text = os.environ.get(SAMPLING_INTERVAL) or "10"
-    with contextlib.suppress(ValueError):
-        seconds = float(text)
-        if 0 < seconds < math.inf:
-            return seconds
-    raise RequestError(f"environment {SAMPLING_INTERVAL}={text!r}: must be seconds above 0")
+    import superglue_sift
+    from pipeline import served_model
+
+    threshold = superglue_sift.Matcher.load(files[0], device="cpu").threshold
+    pins = provenance.pin(("mlflow", "numpy", "opencv-python", "safetensors", "torch"))
+    return {
+        "python_model": str(served_model.__file__),
+        "code_paths": [str(Path(superglue_sift.__file__).parent)],
+        "artifacts": dict(zip((served_model.WEIGHTS, "description"), files)),
+        "signature": served_model.make_signature(threshold),
+        "pip_requirements": [f"{name}=={version}" for name, version in pins.items()],
+    }
 
 
 def open_run(
     folder: Path,
-    params: Dict[str, Any],
+    params: Mapping[str, Any],
     training: str,
     resume: bool = False,
-    tags: Optional[Dict[str, str]] = None,
+    tags: Optional[Mapping[str, str]] = None,
     enabled: bool = True,
     name: str = "",
 ) -> Run:
     """Open a run of a training, or continue its interrupted run.
 
     Args:
-        folder: the folder that gets `log.jsonl`. The log of another run stays beside it.
+        folder: the folder of reports, which gets RECORD.
         params: the parameters of the run. They may be nested: {"train": {"lr": 1}} becomes
             `train.lr`.
         training: the identity of the training, by which `attach` finds the run.
-        resume: whether to continue the last run of the training, unless its log is on another
-            clone or machine.
+        resume: whether to continue the run of the record, if it is of this training.
         tags: further tags of the run.
         enabled: False on every rank but the first, where the run does nothing.
         name: the name of the run. If "", the run is named by the time.
     """
     if not enabled:
         return Run()
-    # Open the log of the run to be continued, or a new log.jsonl; an old one gets another name.
-    log = find_log(folder, training) if resume else None
-    if log is None:
-        log = EventLog(folder / "log.jsonl")
-        if log.path.exists():
-            log.path.rename(folder / f"log-{time.time_ns()}.jsonl")
-    flat_params = {key: str(value) for key, value in flatten(params).items()}
-    # Sections repeat the views that all stages share: `evaluate.views.x` is left out if it is
-    # `views.x`.
-    flat_params = {
-        key: text
-        for key, text in flat_params.items()
-        if flat_params.get(key.partition(".")[2]) != text
-    }
-    # Collect tags of the project, and tags that MLflow shows as columns.
     git = provenance.read_git_state()
-    stage = os.environ.get("DVC_STAGE") or "train"
+    flat_params = {key: str(value) for key, value in flatten(params).items()}
     all_tags = {
         **(tags or {}),
         "git.dirty": git["dirty"],
-        "world_size": os.environ.get("WORLD_SIZE", "1"),
         "params": compute_json_digest(flat_params),
-        "mlflow.source.name": f"pipeline.{stage}",
+        "world_size": os.environ.get("WORLD_SIZE", "1"),
+        "mlflow.source.name": f"pipeline.{os.environ.get('DVC_STAGE') or 'train'}",
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": git["commit"],
         "mlflow.user": os.environ.get("USER", str(os.getuid())),
     }
-    uri = choose_uri(log)
-    # A resumed run keeps its header, from which its name and parameters come.
-    if log.read_header():
-        log.append({"tags": all_tags, "resumed": True})
-    else:
+    path = folder / RECORD
+    if not (resume and read_record(path).get("training") == training):
         name = os.environ.get("MLFLOW_RUN_NAME") or os.environ.get("DVC_EXP_NAME") or name
-        log.append(
-            {
-                "run": uuid.uuid4().hex,
-                "training": training,
-                "experiment": mlflow_store.get_experiment_name(),
-                "name": name or time.strftime("%Y-%m-%d %H.%M"),
-                "params": {**flat_params, **provenance.describe_machine()},
-                "tags": all_tags,
-                "time": get_time_ms(),
-            }
-        )
-    return Run(log, uri, owner=True)
+        record = {
+            "key": uuid.uuid4().hex,
+            "training": training,
+            "name": name or time.strftime("%Y-%m-%d %H.%M"),
+            "time": get_time_ms(),
+            "params": {**flat_params, **provenance.describe_machine()},
+            "items": [],
+            "sent": {},
+        }
+        write_json(path, record)
+    run = Run(path, live=True)
+    run.set_tags(all_tags)  # Also of a resumed run, which may have another number of processes
+    return run
 
 
 def attach(path: Path, training: Optional[str]) -> Run:
-    """Continue the run of a training from another stage. Without such a run, do nothing.
-
-    The log of the training gets the events. Events that the server lacks are sent first. A server
-    that lacks no event is not called. Closing does not change the run's state.
+    """Add to the run of a training from another stage. Without such a run, do nothing.
 
     Args:
-        path: `log.jsonl` of the training, or of a later training in the same folder.
+        path: RECORD of the training.
         training: the identity of the training, from the description of its model.
     """
-    log = find_log(path.parent, training)
-    return Run(log, choose_uri(log)) if log else Run()
+    return Run(path if training and read_record(path).get("training") == training else None)
 
 
-# --- the thread that sends
-
-POLL_SECONDS = 2.0
-LONGEST_CLOSE_SECONDS = 600.0  # Longest time that a run waits for a server that answers
-PATIENCE_SECONDS = 6.0  # How long a run waits for a server that does not answer
-RESEND_PATIENCE_SECONDS = 60.0  # How long `resend` waits for a server that does not answer
-EVENTS_AT_ONCE = 100  # Largest number of events in one request
-FILE_EVENTS = {"artifact", "model", "compare"}  # Events that send or need files
-# MLflow will never accept events that it answers with one of these error codes.
-REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
-# After one of these error codes, waiting does not help. A wrong login or a wrong host name gives
-# such a code, too.
-FINAL_ERRORS = (*REFUSALS, "PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND")
+def read_curves(reports: Path) -> Iterator[Tuple[str, Rows]]:
+    """Yield the prefix and the points of each curve in the folder of reports."""
+    for name, file in CURVES.items():
+        path = reports / "curves" / file
+        if path.is_file():
+            with path.open(newline="") as stream:
+                rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(stream)]
+            yield name, [{k: v for k, v in row.items() if v == v} for row in rows]
 
 
-class Sender(threading.Thread):
-    """A thread that sends a log from the first event that the server lacks, until it is stopped.
+def serve_pages(host: str, port: int) -> int:
+    """Print the address of the runs, and become MLflow's server if the store is local.
 
-    While no server answers, the thread tries again, so everything is sent at least once. MLflow
-    identifies a point by (run, name, time, step, value), so it stores a point once. Events that a
-    server refuses, and files that are missing or damaged, are named and left out, so that they hold
-    up no other event. The thread ends if the server refuses the run.
-
-    Attributes:
-        address: the address of the server, without a password.
-        error: the reason why the last try failed, or None.
+    Raises:
+        RequestError: If the server or store does not answer.
     """
-
-    def __init__(self, log: EventLog, uri: str, sample: Callable[[], None]) -> None:
-        """Prepare to send a log.
-
-        Args:
-            log: the log of the run.
-            uri: the address of the server or local store.
-            sample: a function that is called before each try, `Run.sample_machine_use`.
-        """
-        super().__init__(name="tracking", daemon=True)
-        self.address = format_address(uri)
-        self.error: Optional[str] = None
-        self._has_warned = False  # Whether a line has told the error since the last success
-        self._log = log
-        self._uri = uri
-        self._sample = sample
-        self._run: Optional[MlflowRun] = None
-        # Everything in the log before this byte is sent or refused.
-        self._offset = log.read_sent().get(self.address, 0)
-        self._refused: Counter[str] = Counter()  # Number of refused events by the reason
-        self._stopping = threading.Event()
-        self._given_up = threading.Event()
-
-    def run(self) -> None:
-        """Send the log again and again, until `stop` is called or the server refuses the run."""
-        while not self._given_up.is_set():
-            # Ask before reading the log, so that the run's last event is in it.
-            is_last = self._stopping.is_set()
-            try:
-                if not is_last:
-                    self._sample()
-                self._send_log()
-                if is_last and not self._refused:
-                    self._log.append({"sent": self._offset, "place": self.address})
-                if is_last:
-                    return
-            except Exception as error:  # Whatever the error is, the work continues
-                self._fail(error)
-            (self._given_up if is_last else self._stopping).wait(POLL_SECONDS)
-
-    def _fail(self, error: Exception) -> None:
-        """Handle the error of a try. The next try opens the run again.
-
-        A line tells the first error after a success, and an error after which there is no try.
-        """
-        # Without MLflow, or with a wrong address, nothing can be sent.
-        is_final = isinstance(error, (ImportError, errors.RequestError))
-        is_final |= getattr(error, "error_code", "") in FINAL_ERRORS
-        state = "gets nothing" if is_final else "does not answer"
-        if not self._has_warned or is_final:
-            print_message(f"{self.address} {state} ({format_error(error)}); the log keeps all")
-        self._has_warned = True
-        self.error = format_error(error)
-        self._run = None
-        if is_final:
-            self._given_up.set()
-
-    def stop(self, patience: float) -> bool:
-        """Send the remaining events, and end the thread. Return whether everything has arrived.
-
-        `patience` is the time in seconds to wait for a server that did not answer the last request.
-        """
-        began = time.monotonic()
-        self._stopping.set()
-        while self.is_alive():
-            if time.monotonic() > began + (patience if self.error else LONGEST_CLOSE_SECONDS):
-                break
-            self.join(0.1)
-        # End the thread, and name what has not arrived.
-        self._given_up.set()
-        unsent = [event for event, _ in self._log.read(self._offset) if "sent" not in event]
-        missing = [f"{count} refused ({reason})" for reason, count in self._refused.items()]
-        missing += [f"{len(unsent)} entries"] if unsent else []
-        if missing:
-            names = textwrap.shorten(", ".join(missing), 600, placeholder=" ...")
-            reason = f" ({self.error})" if self.error else ""
-            print_message(
-                f"{self.address} does not have {names}{reason}; {self._log.path} does. To send it"
-                " later: python -m pipeline.tracking resend (--to URI: to another address)"
-            )
-        return not missing
-
-    def _send_log(self) -> None:
-        """Send all events, in batches, from the first one that the server lacks."""
-        while not self._given_up.is_set():
-            batch = list(itertools.islice(self._log.read(self._offset), EVENTS_AT_ONCE))
-            events = [event for event, _ in batch]
-            if all("sent" in event for event in events):
-                return
-            if self._run is None:
-                self._run = MlflowRun(self._uri, self._log.read_header())
-                self.error = None  # The server answers
-                # The log tells that this server has answered, for `choose_uri`.
-                if self.address not in self._log.read_sent():
-                    self._log.append({"sent": 0, "place": self.address})
-                # A new run gets all events.
-                if self._run.is_new:
-                    self._offset = 0
-                    continue
-            # Send points and tags together, and each file and the model by itself.
-            groups = [[event for event in events if not FILE_EVENTS & event.keys()]]
-            groups += [[event] for event in events if FILE_EVENTS & event.keys()]
-            for group in groups:
-                self._send(self._run, group)
-            self._offset = batch[-1][1]
-
-    def _send(self, run: MlflowRun, events: List[Event]) -> None:
-        """Send events. An event that is refused is counted by its reason, and left out."""
-        try:
-            run.send(events)
-            self._has_warned = False
-        except Exception as error:
-            # A text or the name of a file may be no Unicode.
-            missing = isinstance(error, (FileNotFoundError, UnicodeError, errors.RequestError))
-            if not missing and getattr(error, "error_code", "") not in REFUSALS:
-                raise
-            # Send one event after the other, to find the one that is refused.
-            if len(events) > 1:
-                for event in events:
-                    self._send(run, [event])
-                return
-            self._refused[format_error(error)] += 1
-
-
-# --- the commands
+    uri = choose_uri()
+    is_local = get_database_path(uri) is not None
+    try:
+        _, experiment = connect(uri)
+    except Exception as error:  # A wrong address, or an error of MLflow, HTTP or a database
+        raise errors.RequestError(redact(f"{uri}: {error}")) from None
+    server = f"http://127.0.0.1:{port}" if is_local else redact(uri)
+    print(f"{server}/#/experiments/{experiment}/runs?workflowType={WORKFLOW}", flush=True)
+    if not is_local:
+        return 0
+    # The address is in the environment, so that `ps` shows no password.
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = uri
+    os.environ.setdefault("MLFLOW_UVICORN_OPTS", "--log-level warning")
+    words = ["mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
+    return os.execv(sys.executable, [sys.executable, "-m", *words])
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Send what servers have missed, or start MLflow's pages. Return the exit code."""
+    """Send what the server lacks, or start MLflow's pages. Return the exit code."""
     parser = errors.make_parser("pipeline.tracking", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    send = commands.add_parser("resend", help="send what a server has missed")
-    send.add_argument("--reports", type=Path, default=Path("reports"), help="folder with the logs")
-    send.add_argument("--to", metavar="URI", help="another address than that of each run")
+    sender = commands.add_parser("send", help="send what the server lacks of the last training")
+    sender.add_argument("--reports", type=Path, default=Path("reports/train"), help="its reports")
+    sender.add_argument("--to", metavar="URI", help="another address")
     pages = commands.add_parser("ui", help="MLflow's pages on the store of this clone")
     pages.add_argument("--host", default="127.0.0.1", help="0.0.0.0: also for other machines")
     pages.add_argument("--port", type=int, default=5000)
     args = parser.parse_args(argv)
     if args.command == "ui":
-        return mlflow_store.serve_pages(choose_uri(), args.host, args.port)
-    if not args.reports.is_dir():
-        raise errors.RequestError(f"{args.reports}: no such folder; --reports names another")
-    # Resend the logs of all runs below the folder.
-    logs = [
-        log for log in map(EventLog, sorted(args.reports.rglob("log*.jsonl"))) if log.read_header()
-    ]
-    results = [resend(log, args.to) for log in logs]
-    print(f"{sum(results)} of {len(logs)} runs in {args.reports} are complete")
-    return 0 if all(results) else 1
-
-
-def resend(log: EventLog, to: Optional[str] = None) -> bool:
-    """Send what a server has missed of one run. Return whether it has the whole run then.
-
-    Args:
-        log: the log of the run.
-        to: the address of the server. If None, that of the run is used.
-    """
-    if log.is_in_use():
-        print(f"{log.path}: a process is writing it, and sends it itself")
-        return True
-    # The last of these events is `end` if the run was closed after it was opened or resumed.
-    states = ["end" in event for event, _ in log.read() if {"end", "resumed", "run"} & event.keys()]
-    if not states[-1]:
-        log.append({"end": "KILLED", "time": get_time_ms()})  # The process of the run is gone
-    return Run(log, to or choose_uri(log)).close(patience=RESEND_PATIENCE_SECONDS)
+        return serve_pages(args.host, args.port)
+    record = args.reports / RECORD
+    if not record.is_file():
+        raise errors.RequestError(f"{record}: no such file; a training writes it")
+    if not Run(record, args.to).close():
+        return 1
+    print("everything has arrived")
+    return 0
 
 
 if __name__ == "__main__":

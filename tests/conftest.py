@@ -126,7 +126,7 @@ def make_params():
 @pytest.fixture(scope="session")
 def empty_mlflow_store(tmp_path_factory):
     """An MLflow store with tables, to be copied: creating one takes seconds."""
-    from pipeline.mlflow_store import create_database
+    from pipeline.tracking import create_database
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
     create_database(path)

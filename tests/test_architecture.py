@@ -30,7 +30,7 @@ FLOORS = [
     "superglue_sift",  # programs: apps, interop, onnx
     "pipeline.errors pipeline.params",
     "pipeline.provenance pipeline.workers pipeline.distributed",
-    "pipeline.served_model pipeline.mlflow_store pipeline.tracking",
+    "pipeline.served_model pipeline.tracking",
     "pipeline.fetch",
     "pipeline.keypoints",
     "pipeline.train",
@@ -39,10 +39,7 @@ FLOORS = [
     "benchmarks",
 ]
 # Folders or modules that still import upwards, and what
-EXCEPTIONS = [
-    ("pipeline.mlflow_store", "pipeline.evaluate"),
-    ("superglue_sift.features.store", "superglue_sift.matcher"),
-]
+EXCEPTIONS = [("superglue_sift.features.store", "superglue_sift.matcher")]
 # What the library may import of other projects, and inside functions of its extras
 LIBRARY = {"PIL", "cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", "tqdm"}
 LIBRARY |= {"tifffile"}

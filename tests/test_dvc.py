@@ -13,7 +13,7 @@ from pipeline.params import Params
 ROOT = Path(__file__).resolve().parents[1]
 TREE = read_yaml(ROOT / "dvc.yaml")
 # The MLflow run that metrics are added to, another in every clone and after each training
-NAMED_ONLY = ("reports/train/log.jsonl",)
+NAMED_ONLY = ("reports/train/mlflow.json",)
 # Keys of other sections by which a stage only refuses to go on, or names a run. Those of `run`
 # that decide a training have a test of their own (test_params.py).
 CHANGE_NO_OUTPUT = {

@@ -82,7 +82,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     # The files that are read and written
     add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
-    add("--mlflow-run", type=Path, help="log.jsonl of the training, to whose run results are added")
+    add("--mlflow-run", type=Path, help="mlflow.json of the training, whose run gets results")
     add("--curves", type=Path, help="SVG of the learning curve for the page (default: none)")
     # The settings of the matchers
     group = parser.add_argument_group(
@@ -385,8 +385,6 @@ def send_to_mlflow(args: argparse.Namespace, results: Results, info: Mapping[str
         if folder is None:
             auc = report.compare_matchers(results)[-1]["ours"]["value"]
             run.describe(f"AUC@5 {report.format_percent(auc)}", report.make_note(results, prefix))
-            # The champion may be an earlier version of this run, whose pairs.csv is replaced next.
-            run.compare_with_champion(args.out / "pairs.csv")
         run.add_artifact(args.out, prefix)
 
 

@@ -29,7 +29,7 @@ import argparse
 from pathlib import Path
 from typing import Optional, Sequence, Tuple
 
-from pipeline import distributed, errors, tracking, workers
+from pipeline import distributed, errors, workers
 from pipeline.train import checkpoint, trainer
 from superglue_sift.files import check_writable
 
@@ -55,7 +55,6 @@ def parse_request(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, pa
     only = "print metrics of the best model (or train.init_from); no training"
     add("--validate-only", action="store_true", help=only)
     args = parser.parse_args(argv)
-    tracking.read_sampling_interval()
     sections = params.load(args.params)
     # Option --validate-only without initial weights validates the best model.
     if args.validate_only and not sections.train.init_from:

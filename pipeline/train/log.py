@@ -1,7 +1,7 @@
 """Report a training: print lines, and write the local log, curves, their picture and metrics.json.
 
-DVC tracks the curves, the picture and metrics.json, which are the same in every run. The local log,
-which is sent to MLflow, also has what depends on the machine. Rank 0 reports, and one rank writes
+DVC tracks the curves, the picture and metrics.json, which are the same in every run. MLflow gets
+the curves and what depends on the machine. Rank 0 reports, and one rank writes
 into each folder of reports. The ranks exchange sums every `run.log_every` steps. Every checkpoint
 has the curves, too, so a training that is resumed continues them.
 
@@ -23,6 +23,7 @@ import torch
 from pipeline import distributed, params, tracking
 from pipeline.errors import read_environment_number
 from pipeline.keypoints.store import KeypointStore
+from pipeline.tracking import CURVES
 from pipeline.train.checkpoint import (
     BEST,
     Info,
@@ -39,8 +40,6 @@ from superglue_sift.progress import Progress
 Rows = List[Metrics]  # The points of a curve, each with its `step`
 Curves = Dict[str, Rows]  # Keys "train" and "val"
 
-# Names of the files in reports/train/curves
-CURVES = {"train": "train.csv", "val": "validation.csv"}
 METRICS = "metrics.json"
 PICTURE = "curves.svg"
 # Colours of the network, of the ratio test and of everything else
@@ -257,12 +256,13 @@ class TrainingLogger:
         # A resumed training continues its curves, the sums of their next point, and its run.
         info = saved[1] if saved else {}
         self.curves: Curves = unpack_curves(*saved) if saved else {}
+        self.speed: Rows = []
         self.sums: Metrics = dict(info.get("log_window", {})) if context.is_main else {}
         self._restart_clock()
         data = params.name_data(sections.fetch)
         preset = params.read_preset_name(args.params)
         device = context.device.type
-        # Only rank 0 has a run, in the local log and in MLflow.
+        # Only rank 0 has a run in MLflow.
         self.run = tracking.open_run(
             args.reports,
             {**sections.model_dump(), "world_size": context.world_size},
@@ -347,14 +347,16 @@ class TrainingLogger:
         """
         sums = distributed.sum_over_ranks(self.sums)
         pairs = sums.pop("pairs")
-        self._log_point("train", step, {**{n: sums[n] / pairs for n in sorted(sums)}, **metrics})
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
-        # Speed is not on the curves, because it differs on every machine.
-        timing = {
-            "train/pairs_per_s": self.pairs * self.timed_steps / seconds,
-            "train/data_wait": self.waited / seconds,
-        }
-        self.run.log_metrics(timing, step)
+        # Speed differs on every machine, so it is in MLflow only.
+        self.speed.append(
+            {
+                "step": step,
+                "pairs_per_s": self.pairs * self.timed_steps / seconds,
+                "data_wait": self.waited / seconds,
+            }
+        )
+        self._log_point("train", step, {**{n: sums[n] / pairs for n in sorted(sums)}, **metrics})
         self._restart_clock()
         self.sums = {}
 
@@ -411,7 +413,7 @@ class TrainingLogger:
         write_metrics(reports, best)
         for name in (METRICS, PICTURE):
             self.run.add_artifact(reports / name)
-        self.run.register_model(model, model.with_suffix(".json"), step=best["step"])
+        self.run.register_model(model, model.with_suffix(".json"), best["step"])
         percent = to_percent(best["validation"])
         print(
             f"best validation at step {best['step']}: {_describe_validation(percent)}"
@@ -431,8 +433,8 @@ class TrainingLogger:
         self.timed_steps = 0
 
     def _log_point(self, kind: str, step: int, point: Metrics) -> None:
-        """Add a point to a curve, to the log and to MLflow."""
+        """Add a point to a curve, which MLflow gets as well."""
         # The curves have as many digits as their files.
         row = {name: float(f"{value:.6g}") for name, value in point.items()}
         self.curves.setdefault(kind, []).append({"step": step, **row})
-        self.run.log_metrics({f"{kind}/{name}": value for name, value in point.items()}, step)
+        self.run.log_curves(self.curves, self.speed)

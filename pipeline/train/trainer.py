@@ -347,7 +347,7 @@ def publish_finished(args: argparse.Namespace, folder: Path, best: Info) -> None
         print(
             f"  trained with {name} {before.get(name)}, here {now.get(name)}: --fresh trains again"
         )
-    tracking.attach(args.reports / "log.jsonl", best["training"]).close()
+    tracking.attach(args.reports / tracking.RECORD, best["training"]).close()
 
 
 class Training:

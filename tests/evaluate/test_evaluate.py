@@ -240,7 +240,7 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
     sent = mock.MagicMock()
     sent.__enter__.return_value = sent
     monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: sent)
-    assert run(work, "--mlflow-run", "log.jsonl") == 0
+    assert run(work, "--mlflow-run", "mlflow.json") == 0
     values, step = sent.log_metrics.call_args[0]
     assert step == 7 and all(name.startswith("test/") for name in values)
     full = read_metrics(work)

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,9 @@ def launcher(arguments, **environment):
 
 @pytest.fixture
 def bench(tmp_path, mlflow_store):
-    return Workbench(tmp_path)
+    bench = Workbench(tmp_path)
+    bench.store = sqlite3.connect(tmp_path / "mlflow.db")
+    return bench
 
 
 def end(process):
@@ -53,9 +56,9 @@ def end(process):
 
 
 def wait_for_a_step(bench, process):
-    """Wait until the log of the training has a point. Fails if the process ends before."""
-    log = bench.folder / "run-r/log.jsonl"
-    has_point = lambda: log.is_file() and "train/loss" in log.read_text()  # noqa: E731
+    """Wait until MLflow has a point of the training. Fails if the process ends before."""
+    query = "SELECT 1 FROM metrics WHERE key = 'train/loss'"
+    has_point = lambda: bench.store.execute(query).fetchone()  # noqa: E731
     wait_until(lambda: has_point() or process.poll() is not None, PATIENCE)
     assert has_point(), process.communicate()[0]
 
@@ -174,8 +177,8 @@ def test_elastic_goes_on_with_three_processes_two_and_three_again(bench):
     end(other)
     assert code == 0, out
     # of each start; groups, because one is tried again while the lost node counts as there
-    log = (bench.folder / "run-r/log.jsonl").read_text()
-    sizes = re.findall(r'"world_size":"(\d)"', log)
+    record = (bench.folder / "run-r/mlflow.json").read_text()
+    sizes = re.findall(r'"superglue.world_size": "(\d)"', record)
     assert [size for size, _ in itertools.groupby(sizes)] == ["3", "2", "3"]
     assert newest_step(checkpoints) == 600
 

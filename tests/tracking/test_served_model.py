@@ -19,7 +19,7 @@ from PIL import Image
 from waiting import wait_until
 
 from pipeline.distributed import find_free_port
-from pipeline.mlflow_store import describe_model
+from pipeline.tracking import describe_model
 from superglue_sift import Matcher
 from superglue_sift.features import images as image_files
 from superglue_sift.network.weights import find_shipped_weights

@@ -6,7 +6,6 @@ from reading import read_error
 
 from pipeline import errors, launch
 from pipeline.keypoints.store import KeypointStore
-from pipeline.tracking import SAMPLING_INTERVAL
 from pipeline.train import __main__ as train
 from superglue_sift import environment
 
@@ -57,10 +56,6 @@ def unprepared(folder, patch):
     patch.delenv(environment.PREPARED, raising=False)
 
 
-def with_a_word_as_interval(folder, patch):
-    patch.setenv(SAMPLING_INTERVAL, "often")
-
-
 @pytest.mark.parametrize(
     ("prepare", "keys", "options", "said"),
     [
@@ -70,7 +65,6 @@ def with_a_word_as_interval(folder, patch):
         (without_angles, {"neighbours": False, "rotation_deg": 90.0}, [], "train.rotation_deg"),
         (damage, {}, ["--verify"], "shard-00000.safetensors: missing or damaged"),
         (unprepared, {"precision": "portable"}, [], "train.precision = 'portable': torch was load"),
-        (with_a_word_as_interval, {}, [], f"{SAMPLING_INTERVAL}='often': must be seconds above 0"),
     ],
 )
 def test_it_is_one_line(tmp_path, request_of, monkeypatch, capsys, prepare, keys, options, said):
