@@ -23,7 +23,7 @@ import cv2
 import numpy as np
 
 from pipeline.errors import RequestError
-from pipeline.fetch.dataset import Entry, ImageSet, require_size
+from pipeline.fetch.dataset import Entry, ImageSet
 from pipeline.keypoints import views
 from pipeline.params import EvaluateParams, Photometric
 from superglue_sift.features.features import Features
@@ -226,7 +226,7 @@ class HeldOutPairs(PairSource):
         """
         entry = self.entries[index]
         image = decode_gray(self.images.read(entry), entry.name)
-        require_size(entry.name, get_image_size(image), self.view_size)
+        views.require_size(entry.name, get_image_size(image), self.view_size)
         return image
 
     def draw_view(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -34,7 +33,6 @@ from pipeline.params import FetchParams
 from superglue_sift.features.images import BadImage
 from superglue_sift.features.photo_folder import EXTENSIONS, is_photo, list_photos
 from superglue_sift.files import find_spelling, read_json, read_lines, write_csv
-from superglue_sift.geometry.two_view import Size
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val", "test")
@@ -47,9 +45,6 @@ HEADER = _LOCAL_HEADER.size
 # archives.
 _COCO_FILE = re.compile(r"(COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")
 _COCO_FOLDER = re.compile(r"(?:train|val|test|unlabeled)20\d\d")
-
-MAX_UPSCALE = 2.0  # Most view pixels per image pixel. It limits how small images may be
-MAX_SIDE = 32_767  # px. cv2.warpPerspective takes images with shorter sides
 
 SEED = 0  # Seed of the hash of names, which decides the split
 FEW_HELD_OUT = 12  # Least number of images to hold out of 24 or more: six to validate, six to test
@@ -410,19 +405,8 @@ def _open_listed(path: Path, root: Path, names: Sequence[str]) -> Container:
 
 
 def _read_annotations(path: Path) -> List[str]:
-    """Return the names of the images in a COCO annotation file.
-
-    Raises:
-        RequestError: If it is no COCO annotation file.
-    """
-    try:
-        # json.loads detects UTF-8 and UTF-16 by their bytes.
-        return [image["file_name"] for image in json.loads(path.read_bytes())["images"]]
-    except (ValueError, KeyError, TypeError):
-        raise RequestError(
-            f"{path}: is not a COCO annotation file; it must have a list `images`, each with a"
-            " `file_name`"
-        ) from None
+    """Return the names of the images in a COCO annotation file, in UTF-8 or UTF-16."""
+    return [image["file_name"] for image in json.loads(path.read_bytes())["images"]]
 
 
 def make_member_entry(member: zipfile.ZipInfo, header: bytes) -> Entry:
@@ -437,28 +421,6 @@ def make_member_entry(member: zipfile.ZipInfo, header: bytes) -> Entry:
     position = (offset, member.compress_size, member.compress_type)
     name = member.filename
     return Entry(name, "", "", name, member.file_size, f"{member.CRC:08x}", *position)
-
-
-# --- how large an image must be
-
-
-def require_size(name: str, image_size: Size, view_size: Size) -> None:
-    """Check that a view of this size can be made of an image.
-
-    Args:
-        name: name of the image, which the error names.
-        image_size: width and height of the image in px.
-        view_size: width and height of the view in px.
-
-    Raises:
-        BadImage: If the image is too small for the view, or so large that OpenCV cannot warp it.
-    """
-    if max(image_size) >= MAX_SIDE:
-        raise BadImage(name, f"too long: {max(image_size)} px, at most {MAX_SIDE - 1}")
-    smallest = [math.ceil((side - 1) / MAX_UPSCALE) + 1 for side in view_size]
-    if any(side < least for side, least in zip(image_size, smallest)):
-        size, needed = ("x".join(map(str, size_px)) for size_px in (image_size, smallest))
-        raise BadImage(name, f"too small: {size}, a view needs {needed} pixels")
 
 
 # --- the split
@@ -479,8 +441,7 @@ def list_local_images(settings: FetchParams) -> Tuple[List[Entry], Dict[str, Con
         The entries of all images, and the containers by their key in source.json.
 
     Raises:
-        RequestError: If a path is wrong, or if no image is left to train or to validate. Test
-            images may be missing, since the evaluation then uses the val images.
+        RequestError: If a path is wrong, or if no image is left to train or to validate.
     """
     containers = {"train": open_container(settings.path, settings.root)}
     names = containers["train"].names
@@ -488,22 +449,12 @@ def list_local_images(settings: FetchParams) -> Tuple[List[Entry], Dict[str, Con
     held_out = None
     if settings.val_path:
         containers["val"] = open_container(settings.val_path, settings.root)
-        if Path(settings.path).resolve() == Path(settings.val_path).resolve():
-            raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
         # Leave out training images that are copies of held-out ones.
         copies = set(containers["val"].contents.values())
         names = [name for name in names if contents[name] not in copies]
         contents = containers["val"].contents
         held_out = containers["val"].names
     splits = split_names(names, settings, contents, held_out)
-    for split in ("train", "val"):
-        if not splits[split]:
-            container = containers.get(split, containers["train"])
-            raise RequestError(
-                f"{container.path}: {len(set(container.contents.values()))} different images, and"
-                f" none for {split}; give more images, or change fetch.val_fraction and"
-                " fetch.test_fraction"
-            )
     return make_entries(splits, containers), containers
 
 
@@ -514,7 +465,18 @@ def make_entries(splits: Splits, containers: Mapping[str, Container]) -> List[En
         splits: the names of the images by split.
         containers: the containers by their key in source.json. Val and test have one container,
             which is that of train if there is no key "val".
+
+    Raises:
+        RequestError: If there is no image to train or to validate. Test images may be missing,
+            since the evaluation then uses the val images.
     """
+    for split in ("train", "val"):
+        if not splits[split]:
+            raise RequestError(
+                f"{containers.get(split, containers['train']).path}: no image is left for {split};"
+                " give more images that are no copies, or change fetch.val_fraction and"
+                " fetch.test_fraction"
+            )
     entries = []
     for split, names in splits.items():
         key = "val" if split != "train" and "val" in containers else "train"

@@ -17,14 +17,13 @@ import multiprocessing
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Generator, Iterable, List, Sequence, Union
 
 import cv2
 
-from pipeline.errors import RequestError, WorkError
+from pipeline.errors import RequestError
 from pipeline.fetch import decoders
 from pipeline.fetch.dataset import Entry, ImageSet
 from pipeline.keypoints import store, views
@@ -209,7 +208,7 @@ def extract_in_processes(
         workers: number of processes. If it is 1, this process does the work.
 
     Raises:
-        WorkError: If a worker process dies.
+        BrokenProcessPool: If a worker process dies, such as for lack of memory.
     """
     # Workers get the paths of the folders and zips, but not the list of all images.
     make = functools.partial(read_and_extract, ImageSet((), images.containers), settings)
@@ -224,11 +223,6 @@ def extract_in_processes(
     submit = functools.partial(executor.submit, make)
     try:
         yield from yield_in_order(submit, queue, _IN_FLIGHT * workers - 1)
-    except BrokenProcessPool:
-        raise WorkError(
-            "a worker process died (out of memory, or killed); finished shards are kept: "
-            "run again, with fewer --workers if memory is short"
-        ) from None
     finally:
         executor.shutdown(cancel_futures=True)
 

@@ -24,10 +24,10 @@ from typing import Optional
 import cv2
 import numpy as np
 
-from pipeline.fetch.dataset import MAX_UPSCALE, require_size
 from pipeline.keypoints.store import ImageViews
 from pipeline.params import Homography, KeypointsParams, Photometric
 from superglue_sift.features import extractors
+from superglue_sift.features.images import BadImage
 from superglue_sift.geometry.two_view import (
     Size,
     compose,
@@ -44,6 +44,8 @@ from superglue_sift.geometry.two_view import (
 # this number does not.
 VERSION = 2
 
+MAX_UPSCALE = 2.0  # Most view pixels per image pixel. It limits how small images may be
+MAX_SIDE = 32_767  # px. cv2.warpPerspective takes images with shorter sides
 MILD_SCALE_MIN = 0.9  # Smallest view 0, as a fraction of the largest crop
 _TRIES = 20  # Number of random views that may be rejected before a mild view is taken
 SHRINK_BELOW = 0.7  # View pixels per image pixel; above it bilinear sampling hardly aliases
@@ -96,6 +98,25 @@ def make_image_views(
     return ImageViews(name, size, np.array(homographies), records, np.array(view_sizes))
 
 
+def require_size(name: str, image_size: Size, view_size: Size) -> None:
+    """Check that a view of this size can be made of an image.
+
+    Args:
+        name: name of the image, which the error names.
+        image_size: width and height of the image in px.
+        view_size: width and height of the view in px.
+
+    Raises:
+        BadImage: If the image is too small for the view, or so large that OpenCV cannot warp it.
+    """
+    if max(image_size) >= MAX_SIDE:
+        raise BadImage(name, f"too long: {max(image_size)} px, at most {MAX_SIDE - 1}")
+    smallest = [math.ceil((side - 1) / MAX_UPSCALE) + 1 for side in view_size]
+    if any(side < least for side, least in zip(image_size, smallest)):
+        size, needed = ("x".join(map(str, size_px)) for size_px in (image_size, smallest))
+        raise BadImage(name, f"too small: {size}, a view needs {needed} pixels")
+
+
 # --- geometry
 
 
@@ -129,7 +150,7 @@ def sample_view(
         rng: the generator of this view (`make_generator`). The order of its draws is fixed.
         image_size: width and height of the image in px.
         view_size: width and height of the view in px. The view must fit into the image
-            (`fetch.dataset.require_size`).
+            (`require_size`).
         limits: the section `keypoints.views.homography`.
         difficulty: from 0 (the largest upright crop, centred) to 1 (the limits in full).
     """

@@ -161,9 +161,8 @@ def read_bytes(path: FileName) -> bytes:
     """
     try:
         return Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # A name with a null byte is a ValueError
-        reason = getattr(error, "strerror", None) or error
-        raise BadImage(str(path), f"cannot be read: {reason}") from None
+    except OSError as error:
+        raise BadImage(str(path), f"cannot be read: {error.strerror}") from None
 
 
 def decode_photo(data: bytes, name: str, gray: bool, frame: str) -> Photo:

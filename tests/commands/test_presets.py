@@ -134,7 +134,7 @@ def test_a_file_that_holds_the_preset_keeps_its_edits(target, use, tmp_path, ima
         (["--images", "nowhere"], "nowhere: no such folder"),
         (["--images", "empty"], "empty: holds no images (.jpg, "),
         (["--images", "part.zip"], "part.zip"),
-        (["--images", "one"], "one: 1 different images"),
+        (["--images", "one"], "one: no image is left for val"),
         ([], "the name of a preset or --images"),
         (["sample", "--val-images", "images"], "--val-images needs --images"),
     ],

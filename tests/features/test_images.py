@@ -374,8 +374,3 @@ def test_a_file_of_too_many_pixels_is_refused(photo, monkeypatch):
     for data in (encode(photo), encode_tiff(photo.astype(np.int16))):
         assert "too large" in reason(data)
     assert not images.is_plain_jpeg(encode(photo), "a.jpg")  # Other decoders leave it to Pillow
-
-
-def test_a_name_with_a_null_byte_cannot_be_read():
-    with pytest.raises(RequestError, match="cannot be read: embedded null byte"):
-        images.read_bytes("a\0.png")

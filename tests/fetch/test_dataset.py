@@ -135,7 +135,6 @@ def test_a_missing_image_of_a_list_is_bad(image_folder, tmp_path):
         ("list.txt", "gone.jpg\nchelsea.jpg\n", "zipped.zip", r"gone\.jpg"),
         ("list.txt", "\n", "", r"list\.txt"),
         ("list.txt", "a.jpg\n", "nowhere", "nowhere"),
-        ("boxes.json", '{"images": [{"id": 1}]}', "", r"boxes\.json"),
         ("x.pdf", "x", "", r"x\.pdf"),
         ("torn.zip", "PK", "", r"torn\.zip"),
     ],

@@ -353,7 +353,7 @@ OWN = {"source": "folder", "path": "ours"}
     ("changes", "named"),
     [
         ({**OWN, "path": "copies"}, "copies"),
-        ({**OWN, "val_path": "ours"}, "fetch.val_path"),
+        ({**OWN, "val_path": "ours"}, "ours"),
         ({**OWN, "val_path": "held"}, "ours"),
         ({**OWN, "initial": "lost.safetensors"}, "lost.safetensors"),
         ({"source": "coco2017", "path": "coco"}, "val2017"),

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_scenes import places_shown
 
-from pipeline.fetch import dataset
 from pipeline.keypoints import views
 from pipeline.keypoints.views import MAX_UPSCALE, make_generator, sample_mild_view, sample_view
 from superglue_sift.features.images import BadImage
@@ -61,7 +60,7 @@ def test_views_are_border_free_convex_and_bounded(width, height, w, h, limits, d
     view_size = (w, h)
     rng = make_generator(seed, "name", 1)
     try:
-        dataset.require_size("name", image_size, view_size)
+        views.require_size("name", image_size, view_size)
     except BadImage:
         return
     H = sample_view(rng, image_size, view_size, limits, difficulty)
@@ -160,6 +159,6 @@ def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key
 
 
 def test_an_image_too_long_for_opencv_is_bad():
-    dataset.require_size("a.png", (32_766, 600), (320, 240))
+    views.require_size("a.png", (32_766, 600), (320, 240))
     with pytest.raises(BadImage, match="too long: 36000 px"):
-        dataset.require_size("a.png", (36_000, 600), (320, 240))
+        views.require_size("a.png", (36_000, 600), (320, 240))
