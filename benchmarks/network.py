@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import plain
-from benchmarks.photographs import make_batch
+from benchmarks.photographs import make_pairs
 from benchmarks.timing import Call, Setting, format_row
-from pipeline.train.loss import MatchingObjective
+from pipeline.train.data import PairBatch
+from pipeline.train.loss import MatchingObjective, find_truth
 from superglue_sift import torch_compat
 from superglue_sift.network import sinkhorn
-from superglue_sift.network.batch import PairBatch
-from superglue_sift.network.ground_truth import find_true_matches
 from superglue_sift.network.superglue import SuperGlue, mutual_matches
 from superglue_sift.network.weights import find_shipped_weights, fuse_for_inference, load_model
 
@@ -44,7 +43,9 @@ def make_training_call(model: SuperGlue, batch: PairBatch, way: str) -> Call:
     def call() -> None:
         optimizer.zero_grad(set_to_none=True)
         if way == "plain":
-            loss = plain.compute_dense_loss(plain.assign(model, batch), find_true_matches(batch))
+            loss = plain.compute_dense_loss(
+                plain.assign(model, batch.images0, batch.images1), find_truth(batch)
+            )
         else:
             loss = objective(batch)[0]
         loss.sum().backward()
@@ -58,7 +59,7 @@ def time_training_step(setting: Setting) -> Iterator[str]:
 
     One has LayerNorm as this project's network, and the other has the paper's BatchNorm.
     """
-    batch = make_batch(setting.keypoints, 2).to(setting.device)
+    batch = make_pairs(setting.keypoints, 2).to(setting.device)
     plains = {
         f"plain network, {norm} norm": make_training_call(
             setting.make_model(norm=norm), batch, "plain"
@@ -75,11 +76,14 @@ def time_training_step(setting: Setting) -> Iterator[str]:
 
 def time_latency(setting: Setting) -> Iterator[str]:
     """Compare the network with the plain network of the same weights, in the time of a pair."""
-    batch = make_batch(setting.keypoints, 1).to(setting.device)
+    batch = make_pairs(setting.keypoints, 1).to(setting.device)
+    images = batch.images0, batch.images1
     model = setting.make_model().eval()
     # The plain network has the layers of the training, and the other one those of matching.
-    ways = {name: functools.partial(fuse_for_inference(model, name), batch) for name in PRECISIONS}
-    ways["plain"] = functools.partial(plain.assign, model, batch)
+    ways = {
+        name: functools.partial(fuse_for_inference(model, name), *images) for name in PRECISIONS
+    }
+    ways["plain"] = functools.partial(plain.assign, model, *images)
     with torch.no_grad():
         seconds = setting.time(ways)
     for precision in PRECISIONS:
@@ -114,12 +118,12 @@ def time_transport(setting: Setting) -> Iterator[str]:
 
 def compare_precisions(setting: Setting) -> Iterator[str]:
     """Compare the matches of the shipped weights in other precisions with those in float32."""
-    batch = make_batch(setting.keypoints, 4).to(setting.device)
+    batch = make_pairs(setting.keypoints, 4).to(setting.device)
     model = load_model(find_shipped_weights(), str(setting.device))[0]
 
     def match(precision: str) -> Tensor:
         with torch.no_grad():
-            (log_P,), _ = model.assign([batch], precision=precision)
+            (log_P,), _ = model.assign([(batch.images0, batch.images1)], precision=precision)
         return mutual_matches(log_P)[0]
 
     matches32 = match("float32")

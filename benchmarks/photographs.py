@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import List
+from typing import List, Sequence
 
 import cv2
 import numpy as np
+import torch
 
+from pipeline.keypoints.store import EVERYWHERE
+from pipeline.train.data import PairBatch
 from superglue_sift.features import sift
-from superglue_sift.network.batch import Pair, PairBatch, from_pairs
+from superglue_sift.features.features import Features
+from superglue_sift.network.batch import make_batch
 
 SIZE = (640, 480)
 BUNDLED = ("astronaut", "coffee", "chelsea", "rocket", "brick", "grass", "gravel", "camera")
@@ -30,7 +34,7 @@ def _cut_to_size(image: np.ndarray) -> np.ndarray:
     return cv2.getRectSubPix(gray, SIZE, ((gray.shape[1] - 1) / 2, (gray.shape[0] - 1) / 2))
 
 
-def make_batch(keypoints: int, count: int) -> PairBatch:
+def make_pairs(keypoints: int, count: int) -> PairBatch:
     """Make pairs of a photograph and a view of it by a mild random homography.
 
     After eight pairs the same pairs come again.
@@ -41,15 +45,19 @@ def make_batch(keypoints: int, count: int) -> PairBatch:
         count: number of pairs.
     """
     rng = np.random.default_rng(0)
-    pairs: List[Pair] = []
+    views: List[Sequence[Features]] = []
     maps: List[np.ndarray] = []
     for image in load_photographs(count):
         # Standard deviations: 5 % of scale and shear, 15 px of shift, a little perspective
         H = np.eye(3) + rng.normal(0, [[0.05, 0.05, 15], [0.05, 0.05, 15], [5e-5, 5e-5, 0]])
         warped = cv2.warpPerspective(image, H, SIZE, borderMode=cv2.BORDER_REFLECT)
         noisy = np.stack([image, warped]) + rng.normal(0, 8, (2, *image.shape))
-        records = (sift.extract(view, keypoints) for view in noisy.clip(0, 255).astype(np.uint8))
-        pairs.append(Pair(*records, SIZE, SIZE))
+        noisy = noisy.clip(0, 255).astype(np.uint8)
+        views.append([sift.extract(view, keypoints) for view in noisy])
         maps.append(H)
-    indices = [index % len(pairs) for index in range(count)]
-    return from_pairs([pairs[index] for index in indices], np.stack(maps)[indices])
+    index = [number % len(views) for number in range(count)]
+    images0, images1 = (make_batch(images) for images in zip(*(views[i] for i in index)))
+    # Each view shows one photograph only.
+    cells = np.broadcast_to(EVERYWHERE, (count, 2, 3, 3)).copy()
+    H_0to1 = torch.from_numpy(np.stack(maps)[index])
+    return PairBatch(images0, images1, H_0to1, torch.from_numpy(cells))

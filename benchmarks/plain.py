@@ -14,12 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from superglue_sift.network.batch import (
-    PairBatch,
-    choose_orientations,
-    join_keypoints,
-    normalize_descriptors,
-)
+from superglue_sift.features.features import Features
+from superglue_sift.network.batch import choose_orientations, join_keypoints, normalize_descriptors
 from superglue_sift.network.ground_truth import UNMATCHED, Truth
 from superglue_sift.network.perceptron import TokenBatchNorm
 from superglue_sift.network.superglue import AttentionalLayer, SuperGlue, encode_geometry
@@ -89,10 +85,10 @@ def apply_layer(layer: AttentionalLayer, x: Tensor, source: Tensor) -> Tensor:
     return apply_mlp(layer.mlp, torch.cat([x, merged], 1))
 
 
-def assign(model: SuperGlue, batch: PairBatch) -> Tensor:
-    """Compute the log assignments (B, M + 1, N + 1) of a batch, which `model` computes as well."""
-    keypoints, images = join_keypoints([choose_orientations(batch)])
-    units = normalize_descriptors(keypoints.descriptors, "sift").to(model.dustbin)
+def assign(model: SuperGlue, images0: Features, images1: Features) -> Tensor:
+    """Compute the log assignments (B, M + 1, N + 1) of pairs, which `model` computes as well."""
+    keypoints, images = join_keypoints([choose_orientations(images0, images1)])
+    units = normalize_descriptors(keypoints.descriptors[:, 0], "sift").to(model.dustbin)
     positions = encode_geometry(keypoints, model.config.scale_angle).to(model.dustbin)
     # (T, C) -> (B, D, N) of each view
     project = model.descriptor_projection

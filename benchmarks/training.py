@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.photographs import make_batch
+from benchmarks.photographs import make_pairs
 from benchmarks.timing import Call, Setting, format_row
 from pipeline import distributed, launch, params, presets
 from pipeline.params import RunParams, TrainParams
 from pipeline.train import trainer
 from pipeline.train.build import build_objective_and_state, make_network
+from pipeline.train.data import PairBatch
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.optimizer import choose_precision, detect_abilities
 from superglue_sift.environment import count_usable_cores
-from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlueConfig
 from superglue_sift.torch_compat import describe_missing_compiler
 
@@ -130,7 +130,7 @@ def make_training_step(
     objective, wrapped, state = build_objective_and_state(network, train, run, context, precision)
     if is_data_parallel:
         wrapped = DataParallelObjective(_ObjectiveOfTensors(objective))
-    part = make_batch(setting.keypoints, pairs // run.accumulate).to(context.device)
+    part = make_pairs(setting.keypoints, pairs // run.accumulate).to(context.device)
     common = wrapped, state.optimizer, state.scaler, [part] * run.accumulate
     return lambda: trainer.train_step(*common, pairs * context.world_size, context.world_size)
 
@@ -143,8 +143,8 @@ class DataParallelObjective(nn.DataParallel):
 
     def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Compute what `MatchingObjective.forward` computes."""
-        tensors = (getattr(batch, field.name) for field in dataclasses.fields(batch))
-        total, parts = super().forward(*tensors, wait=wait)
+        values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+        total, parts = super().forward(*values, wait=wait)
         return total.sum().reshape(1), parts
 
 

@@ -120,7 +120,7 @@ def check_disk() -> Iterator[Finding]:
     1 GiB for checkpoints.
     """
     # OpenCV may not load on a machine that the doctor checks, so this import is not at the top.
-    from superglue_sift.features.sift import ORIENTED
+    from pipeline.keypoints.store import SIFT_RECORD
 
     try:
         sections = params.load(Path("params.yaml"))
@@ -136,7 +136,7 @@ def check_disk() -> Iterator[Finding]:
     keypoints = sections.keypoints
     # Most photographs give fewer keypoints than the limit. Three quarters of it is a safe mean.
     views = 0.75 * photographs * keypoints.views_per_image
-    needed = 2 * int(views * keypoints.max_keypoints * ORIENTED.itemsize) + GIB
+    needed = 2 * int(views * keypoints.max_keypoints * SIFT_RECORD.itemsize) + GIB
     needed += 0 if sections.fetch.path else archives
     # Earlier runs have written a part already.
     needed -= sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from superglue_sift.features.sift import extract as extract_sift
     from superglue_sift.match_result import MatchResult
     from superglue_sift.matcher import Matcher
-    from superglue_sift.network.batch import Pair, PairBatch, from_pairs
+    from superglue_sift.network.batch import make_batch
     from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
     from superglue_sift.network.weights import load_model
 
@@ -57,9 +57,7 @@ _MODULES = {
     "mutual_matches": "network.superglue",
     "load_model": "network.weights",
     "extract_sift": "features.sift",
-    "Pair": "network.batch",
-    "PairBatch": "network.batch",
-    "from_pairs": "network.batch",
+    "make_batch": "network.batch",
 }
 
 __all__ = [
@@ -67,15 +65,13 @@ __all__ = [
     "FolderReport",
     "MatchResult",
     "Matcher",
-    "Pair",
-    "PairBatch",
     "RequestError",
     "SuperGlue",
     "SuperGlueConfig",
     "__version__",
     "extract_sift",
-    "from_pairs",
     "load_model",
+    "make_batch",
     "match_folder",
     "mutual_matches",
 ]

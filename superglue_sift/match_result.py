@@ -12,7 +12,8 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 import numpy as np
 
 from superglue_sift.drawing import Panel, Picture, draw_panels, write_legend
-from superglue_sift.features.features import Features, Image, load_photo
+from superglue_sift.features.extraction import Image, load_photo
+from superglue_sift.features.features import Features
 from superglue_sift.features.images import STORED, UPRIGHT, Photo
 from superglue_sift.geometry import refinement, two_view
 from superglue_sift.geometry.pose import (
@@ -179,8 +180,8 @@ class MatchResult:
             features0.keypoints,
             features1.keypoints,
             matches,
-            features0.size,
-            features1.size,
+            features0.image_size,
+            features1.image_size,
             frame=STORED if STORED in (features0.frame, features1.frame) else UPRIGHT,
             turned=(features0.turned, features1.turned),
             images=(features0.image, features1.image),
@@ -233,8 +234,8 @@ class MatchResult:
         refined1, deviations, correlations = refinement.refine(
             (features0.gray, features1.gray),
             (refined0, self.keypoints1[index1]),
-            (features0.records["scale"][index0], features1.records["scale"][index1]),
-            (features0.records["angle"][index0], features1.records["angle"][index1]),
+            (features0.scales[index0], features1.scales[index1]),
+            (features0.oris[index0, 0], features1.oris[index1, 0]),
             (self.size0, self.size1),
             device,
         )

@@ -44,15 +44,16 @@ import torch
 from superglue_sift import __version__, environment
 from superglue_sift.errors import RequestError, check_range
 from superglue_sift.features import nearest
-from superglue_sift.features.extractors import SIFT, Extractor, descriptor_kind, load_extractor
-from superglue_sift.features.features import Features, Image, extract_features, load_mask, to_gray
+from superglue_sift.features.extraction import Image, extract_features, load_mask, to_gray
+from superglue_sift.features.extractors import SIFT, Extractor, load_extractor
+from superglue_sift.features.features import Features
 from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode_photo, read_bytes
+from superglue_sift.features.sift import estimate_sift_scale
 from superglue_sift.files import FileName, compute_file_sha256, compute_json_digest
 from superglue_sift.geometry.verification import Factors
 from superglue_sift.guided import add_guided_matches
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
-from superglue_sift.network.batch import Pair
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, match_pairs
 from superglue_sift.network.weights import (
     THRESHOLD,
@@ -235,7 +236,7 @@ class Matcher:
                 "weights": self.weights_sha256
                 or hashlib.sha256(encode_model_file(float_tensors, {})).hexdigest(),
                 "precision": sorted({str(tensor.dtype) for tensor in tensors.values()}),
-                "extractor": (extractor.name, extractor.code, str(extractor.dtype)),
+                "extractor": (extractor.name, extractor.code, extractor.descriptor_dim),
                 **{name: repr(getattr(self, name)) for name in SETTINGS},
             }
         )
@@ -262,7 +263,7 @@ class Matcher:
             >>> from skimage import data
             >>> matcher = Matcher.load(device="cpu", max_keypoints=200)
             >>> features = matcher.extract(data.camera())
-            >>> features.size, features.keypoints.shape
+            >>> features.image_size, features.keypoints.shape
             ((512, 512), (200, 2))
         """
         if isinstance(image, (str, Path)):
@@ -513,10 +514,8 @@ class Matcher:
 
     def get_limit_factors(self, pair: Tuple[Features, Features]) -> Factors:
         """Return px of each file per px of the image that SIFT saw."""
-        factor0, factor1 = (
-            max(features.size) / max(features.as_detected(self.resize).size) for features in pair
-        )
-        return factor0, factor1
+        scales = [estimate_sift_scale(features, self.resize) for features in pair]
+        return 1 / scales[0], 1 / scales[1]
 
     def match_network(
         self, batch: Sequence[Tuple[Features, Features]]
@@ -529,17 +528,19 @@ class Matcher:
             - the mutual nearest neighbours of all keypoints,
             - the indices (m,) and (n,) of the selected keypoints.
         """
-        # Convert to pixels of the images that SIFT saw. In pixels of the files, the network would
-        # see a zoom that is not there.
+        # The network compares scales in pixels of the images that SIFT saw. In pixels of the files,
+        # it would see a zoom that is not there.
         pairs = []
         for pair in batch:
-            features0, features1 = (features.as_detected(self.resize) for features in pair)
-            sizes = features0.size, features1.size
-            pairs.append(Pair(features0.records, features1.records, *sizes))
+            features0, features1 = (
+                features._replace(sift_scale=estimate_sift_scale(features, self.resize))
+                for features in pair
+            )
+            pairs.append((features0, features1))
         # Select the keypoints of each pair that have a likely partner.
-        mutual_matches = [nearest.match_by_ratio(*pair[:2], ratio=1.0) for pair in pairs]
+        mutual_matches = [nearest.match_by_ratio(*pair, ratio=1.0) for pair in pairs]
         selected = [
-            nearest.select_keypoints(pair.records0, pair.records1, self.network_keypoints, matches)
+            nearest.select_keypoints(*pair, self.network_keypoints, matches)
             for pair, matches in zip(pairs, mutual_matches)
         ]
         # Threads take turns, since the network uses all cores by itself.
@@ -655,10 +656,10 @@ def check_features(config: SuperGlueConfig, *pair: Features) -> None:
             "features of stored and of upright pixels: use Matcher.load(frame='stored')"
         )
     for features in pair:
-        kind, dim = descriptor_kind(features.records.dtype)
+        kind, dim = "sift" if features.is_sift else "float", features.descriptors.shape[2]
         if (kind, dim) != (config.descriptor, config.descriptor_dim):
             trained = f"{config.extractor}, {config.descriptor} of {config.descriptor_dim}"
             reason = f"keypoints with {kind} descriptors of {dim} entries"
             raise RequestError(f"{reason}: the model matches those of {trained}")
-        if config.scale_angle and not features.records["scale"].all():
+        if config.scale_angle and not features.scales.all():
             raise RequestError("keypoints without scale and angle: the model was trained with both")

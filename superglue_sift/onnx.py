@@ -7,7 +7,7 @@ second:
 
     keypoints0 (1, M, 2) float32, pixels       descriptors0 (1, M, 128) float32, SIFT's from 0 to
                                                255
-    scores0, scales0, angles0 (1, M) float32   image_size0 (1, 2) float32, width, height
+    scores0, scales0, oris0 (1, M) float32     image_size0 (1, 2) float32, width, height
 
 The outputs matches0 (1, M) and matches1 (1, N) int64 are -1 without a match. They have the scores
 matching_scores0 and matching_scores1 float32.
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -33,18 +33,13 @@ from torch.nn.functional import pad
 
 from superglue_sift import errors
 from superglue_sift.errors import RequestError, check_range, import_extra
-from superglue_sift.features.features import Features
-from superglue_sift.features.sift import MIN_SCALE, TYPICAL_SCORE, positions
+from superglue_sift.features.features import SIFT_DIM, TYPICAL_SCORE, Features
+from superglue_sift.features.sift import MIN_SCALE, estimate_sift_scale
 from superglue_sift.files import FileName, check_writable, write_atomic
 from superglue_sift.matcher import RESIZE
-from superglue_sift.network.batch import Images, KeypointTensors, Pair, choose_pair_orientations
+from superglue_sift.network.batch import Images, choose_orientations, make_batch
 from superglue_sift.network.perceptron import FLOAT32
-from superglue_sift.network.superglue import (
-    SIFT_DIM,
-    SuperGlue,
-    find_nearest_neighbours,
-    mutual_matches,
-)
+from superglue_sift.network.superglue import SuperGlue, find_nearest_neighbours, mutual_matches
 from superglue_sift.network.weights import find_shipped_weights, load_model, read_match_threshold
 from superglue_sift.torch_compat import can_export
 
@@ -53,7 +48,7 @@ IR_VERSION = 8  # the exporter's own version, 10, would need ONNX Runtime 1.18 o
 INPUTS = tuple(
     f"{name}{view}"
     for view in "01"
-    for name in ("keypoints", "descriptors", "scores", "scales", "angles", "image_size")
+    for name in ("keypoints", "descriptors", "scores", "scales", "oris", "image_size")
 )
 OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1")
 COLMAP_INPUTS = tuple(
@@ -98,17 +93,17 @@ class OnnxSuperGlue(nn.Module):
         """Compute OUTPUTS from INPUTS, whose shapes the docstring of the module says."""
         masks = []
         views = []
-        for keypoints, descriptors, scores, scales, angles, size in (inputs[:6], inputs[6:]):
-            mask = pad(torch.ones_like(scores, dtype=torch.bool), (0, 1))
+        for keypoints, descriptors, scores, scales, oris, size in (inputs[:6], inputs[6:]):
+            masks.append(pad(torch.ones_like(scores, dtype=torch.bool), (0, 1)))
             # Add one keypoint of padding, (1, M + 1, ...), since a maximum needs at least one.
-            scales, angles, scores = (pad(values, (0, 1)) for values in (scales, angles, scores))
+            scales, oris, scores = (pad(values, (0, 1)) for values in (scales, oris, scores))
             keypoints, descriptors = (pad(t, (0, 0, 0, 1)) for t in (keypoints, descriptors))
             size = size.unsqueeze(1).expand(-1, keypoints.shape[1], -1)
-            masks.append(mask)
-            views.append(KeypointTensors(keypoints, scales, angles, scores, descriptors, size))
+            one_orientation = oris.unsqueeze(2), scores, descriptors.unsqueeze(2)
+            views.append((keypoints, scales, *one_orientation, size))
         images = Images(masks, padded=[True, True])
         # (1, M + 1, ...) and (1, N + 1, ...) -> (T, ...)
-        joined = KeypointTensors._make(map(images.join_images, zip(*views)))
+        joined = Features(*map(images.join_images, zip(*views)))
         descriptors = self.model.compute_descriptors(joined, images)
         # A graph cannot compute pairs that overflow again in the log domain. So the transport is in
         # float64, whose range is sufficient for trained scores.
@@ -200,8 +195,8 @@ def _convert_from_colmap(
 ) -> Tuple[Tensor, ...]:
     """Select keypoints of one image by their indices `order` (n,), and convert them to INPUTS.
 
-    Positions and scales are divided as by `Features.as_detected`, since the network was trained
-    with images of up to RESIZE px.
+    Scales are divided as by `estimate_sift_scale`, since the network was trained with images of up
+    to RESIZE px.
     """
     kpts, desc, scales, oris = (t.index_select(1, order) for t in (kpts, desc, scales, oris))
     scales = 2 * scales  # OpenCV's size is a diameter.
@@ -210,8 +205,7 @@ def _convert_from_colmap(
     unit = torch.minimum(size[0].amax(0) / RESIZE, smallest / MIN_SCALE).clamp(min=1.0)
     scores = torch.full_like(scales, TYPICAL_SCORE)  # COLMAP stores no scores.
     descriptors = 512 * desc.square()  # The network takes the root.
-    keypoints = (kpts + 0.5) / unit - 0.5
-    return keypoints, descriptors, scores, scales / unit, torch.rad2deg(oris), size / unit
+    return kpts, descriptors, scores, scales / unit, torch.rad2deg(oris), size
 
 
 def make_inputs(features0: Features, features1: Features) -> Dict[str, np.ndarray]:
@@ -224,16 +218,18 @@ def make_inputs(features0: Features, features1: Features) -> Dict[str, np.ndarra
     Returns:
         The arrays by the names of INPUTS, float32.
     """
-    features0 = features0.as_detected(RESIZE)
-    features1 = features1.as_detected(RESIZE)
-    records0, records1, size0, size1 = choose_pair_orientations(
-        Pair(features0.records, features1.records, features0.size, features1.size)
-    )
-    arrays: List[np.ndarray] = []
-    for records, size in ((records0, size0), (records1, size1)):
-        columns = [records[name] for name in ("descriptor", "score", "scale", "angle")]
-        arrays += [positions(records), *columns, np.array(size)]
-    return {name: array.astype(np.float32)[None] for name, array in zip(INPUTS, arrays)}
+    images = [
+        make_batch([features._replace(sift_scale=estimate_sift_scale(features, RESIZE))])
+        for features in (features0, features1)
+    ]
+    arrays: Dict[str, np.ndarray] = {}
+    for view, features, batch in zip("01", (features0, features1), choose_orientations(*images)):
+        count = len(features.keypoints)
+        values = batch._replace(oris=batch.oris[:, :, 0], descriptors=batch.descriptors[:, :, 0])
+        for name in ("keypoints", "descriptors", "scores", "scales", "oris"):
+            arrays[name + view] = getattr(values, name)[:, :count].float().numpy()
+        arrays["image_size" + view] = batch.image_size.numpy()
+    return arrays
 
 
 def export(

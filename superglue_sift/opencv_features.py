@@ -11,7 +11,6 @@ import cv2
 import numpy as np
 
 from superglue_sift.errors import RequestError
-from superglue_sift.features import sift
 
 
 def kaze(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
@@ -32,11 +31,10 @@ def kaze(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
         fix = "pip install 'opencv-python<5'"
         raise RequestError(f"OpenCV {cv2.__version__} has no KAZE, which 5.0 removed: {fix}")
     points, descriptors = cv2.KAZE.create().detectAndCompute(gray, None)  # pyright: ignore
-    values = sift.to_geometry_records(points)
     return {
-        "keypoints": sift.positions(values),
-        "scales": values["scale"],
-        "angles": values["angle"],
-        "scores": values["score"],
+        "keypoints": np.float32([point.pt for point in points]).reshape(-1, 2),
+        "scales": np.float32([point.size for point in points]),
+        "oris": np.float32([point.angle for point in points]),
+        "scores": np.float32([point.response for point in points]),
         "descriptors": descriptors if points else np.empty((0, 64), np.float32),
     }

@@ -88,11 +88,11 @@ def verify_ratio_matches(
         the keypoints that lie on no watermark, by falling rank.
     """
     # Match the first keypoints by the ratio test.
-    orders = [np.argsort(-rank_keypoints(features.records), kind="stable") for features in pair]
+    orders = [np.argsort(-rank_keypoints(features), kind="stable") for features in pair]
     first = [features.select(order[:FIRST_KEYPOINTS]) for features, order in zip(pair, orders)]
     keypoints = first[0].keypoints, first[1].keypoints
-    sizes = pair[0].size, pair[1].size
-    matches = nearest.match_by_ratio(first[0].records, first[1].records)
+    sizes = pair[0].image_size, pair[1].image_size
+    matches = nearest.match_by_ratio(first[0], first[1])
     # Count the inliers of one geometry that lie on no watermark.
     is_marked = find_watermarks(keypoints, matches.indices, sizes)
     points = matches.only(~is_marked).get_points(keypoints)
@@ -132,7 +132,7 @@ def verify_pair(
     """
     keypoints = pair[0].keypoints, pair[1].keypoints
     # A watermark may lie on keypoints that `verify_ratio_matches` did not match.
-    sizes = pair[0].size, pair[1].size
+    sizes = pair[0].image_size, pair[1].image_size
     is_marked = find_watermarks(keypoints, network_matches.indices, sizes)
     network_matches = network_matches.only(~is_marked)
     F, evidence = fit_geometry(network_matches, mutual_matches, keypoints, factors)

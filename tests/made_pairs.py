@@ -5,8 +5,10 @@ import math
 import numpy as np
 import torch
 
-from superglue_sift.features.sift import KEYPOINT
-from superglue_sift.network.batch import Pair, from_pairs
+from pipeline.keypoints.store import EVERYWHERE
+from pipeline.train.data import PairBatch
+from superglue_sift.features.features import Features
+from superglue_sift.network.batch import make_batch
 from superglue_sift.network.superglue import SuperGlue
 
 SIZE = (320, 240)
@@ -28,39 +30,49 @@ def roundings_of(config):
     return 2 * config.layers * 4 * config.dim
 
 
-def records(rng, count, dtype=KEYPOINT):
-    """`count` synthetic keypoints inside a 320x240 view."""
-    made = np.zeros(count, dtype)
-    made["x"] = rng.uniform(0, 319, count)
-    made["y"] = rng.uniform(0, 239, count)
-    made["scale"] = rng.uniform(2, 20, count)
-    made["angle"] = rng.uniform(0, 360, count)
-    made["score"] = rng.uniform(0.01, 0.1, count)
-    made["descriptor"] = rng.integers(0, 200, (count, 128))
-    return made
+def make_features(rng, count, orientations=1):
+    """`count` synthetic keypoints of SIFT inside a view of 320x240 px."""
+    keypoints = np.stack([rng.uniform(0, 319, count), rng.uniform(0, 239, count)], 1)
+    scales = rng.uniform(2, 20, count)
+    oris = np.zeros((count, orientations), np.float32)
+    oris[:, 0] = rng.uniform(0, 360, count)
+    scores = rng.uniform(0.01, 0.1, count)
+    descriptors = np.zeros((count, orientations, 128), np.uint8)
+    descriptors[:, 0] = rng.integers(0, 200, (count, 128))
+    geometry = (array.astype(np.float32) for array in (keypoints, scales))
+    return Features(*geometry, oris, scores.astype(np.float32), descriptors, SIZE)
 
 
-def records_at(points):
-    """Records of one scale at these places (n, 2), without descriptors."""
-    made = np.zeros(len(points), KEYPOINT)
-    made["x"], made["y"] = np.transpose(points)
-    made["scale"] = 4.0
-    return made
+def features_at(points, size=SIZE):
+    """Keypoints of one scale at these positions (n, 2), with descriptors of zeros."""
+    count = len(points)
+    zeros = np.zeros(count, np.float32)
+    scales = np.full(count, 4.0, np.float32)
+    descriptors = np.zeros((count, 1, 128), np.uint8)
+    points = np.array(points, np.float32).reshape(count, 2)
+    return Features(points, scales, zeros[:, None], zeros, descriptors, size)
 
 
-def pair(rng, count0, count1, dtype=KEYPOINT):
-    return Pair(records(rng, count0, dtype), records(rng, count1, dtype), SIZE, SIZE)
+def make_pair(rng, count0, count1, orientations=1):
+    return make_features(rng, count0, orientations), make_features(rng, count1, orientations)
 
 
-def pairs_of(*counts, seed=0, dtype=KEYPOINT):
-    """Pairs of these numbers of keypoints (M, N)."""
+def make_pairs(*counts, seed=0, orientations=1):
+    """Features of pairs with these numbers of keypoints (M, N)."""
     rng = np.random.default_rng(seed)
-    return [pair(rng, *each, dtype) for each in counts]
+    return [make_pair(rng, *count, orientations) for count in counts]
 
 
-def related(pairs, H=None):
-    """A batch of these pairs, each under the homography; None: the identity."""
-    return from_pairs(pairs, np.stack([np.eye(3) if H is None else H] * len(pairs)))
+def batch_pairs(pairs):
+    """The batches of the images 0 and of the images 1 of these pairs."""
+    return tuple(make_batch(images) for images in zip(*pairs))
+
+
+def label_pairs(pairs, H=None):
+    """A PairBatch of these pairs, each under the homography. None is the identity."""
+    H_0to1 = np.stack([np.eye(3) if H is None else H] * len(pairs))
+    cells = torch.from_numpy(EVERYWHERE).expand(len(pairs), 2, 3, 3)
+    return PairBatch(*batch_pairs(pairs), torch.from_numpy(H_0to1), cells)
 
 
 def scrambled(config):
@@ -74,12 +86,12 @@ def scrambled(config):
     return model.eval()
 
 
-def of_pair(log_P, m, n):
+def crop_padding(log_P, m, n):
     """The (m + 1, n + 1) log assignment of a pair, without its padding."""
     rows = torch.cat([log_P[:m], log_P[-1:]])
     return torch.cat([rows[:, :n], rows[:, -1:]], 1)
 
 
-def masks(counts, width):
+def make_masks(counts, width):
     """(B, width) bool, True for the keypoints of images with these numbers of them."""
     return torch.arange(width) < torch.tensor(counts)[:, None]

@@ -8,25 +8,26 @@ import torch
 from pipeline.distributed import Context
 from pipeline.keypoints import store
 from pipeline.train import data
-from superglue_sift.features.sift import ORIENTED
+from superglue_sift.features.features import Features
 from superglue_sift.geometry.two_view import transform
 
 SIZE = (320, 240)
 VIEWS = 3  # of an image of a store
 
 
-def made_records(rng, xy, descriptors):
-    """ORIENTED records at `xy` (n, 2) px, with noisy copies of `descriptors` (n, 128), each of one
+def make_features(rng, xy, descriptors):
+    """Keypoints at `xy` (n, 2) px with noisy copies of `descriptors` (n, 128), each of one
     orientation.
     """
-    records = np.zeros(len(xy), ORIENTED)
-    records["x"], records["y"] = xy.T
-    records["scale"] = rng.uniform(2, 20, len(xy))
-    records["angle"] = rng.uniform(0, 360, len(xy))
-    records["score"] = np.sort(rng.uniform(0.01, 0.1, len(xy)))[::-1]
+    count = len(xy)
+    scales = rng.uniform(2, 20, count).astype(np.float32)
+    oris = np.zeros((count, 2), np.float32)
+    oris[:, 0] = rng.uniform(0, 360, count)
+    scores = np.sort(rng.uniform(0.01, 0.1, count))[::-1].astype(np.float32)
     noisy = descriptors + rng.normal(0, 20, descriptors.shape)
-    records["descriptor"] = np.clip(noisy, 0, 255).astype(np.uint8)
-    return records
+    both = np.zeros((count, 2, 128), np.uint8)
+    both[:, 0] = np.clip(noisy, 0, 255).astype(np.uint8)
+    return Features(xy.astype(np.float32), scales, oris, scores, both, SIZE)
 
 
 def made_image(rng, name, views, points):
@@ -34,21 +35,19 @@ def made_image(rng, name, views, points):
     xy = rng.uniform(0, 1, (points, 2)) * SIZE
     descriptors = rng.integers(0, 160, (points, 128))
     homographies = []
-    records = []
+    features = []
     for _ in range(views):
         H = np.eye(3) + rng.normal(0, [[0.1, 0.1, 20], [0.1, 0.1, 20], [1e-4, 1e-4, 0]])
         seen = transform(xy, H)
         inside = np.flatnonzero(((seen >= 0) & (seen <= np.array(SIZE) - 1)).all(1))
         inside = rng.permutation(inside)
         homographies.append(H)
-        records.append(
-            made_records(
+        features.append(
+            make_features(
                 rng, seen[inside] + rng.normal(0, 0.3, (len(inside), 2)), descriptors[inside]
             )
         )
-    return store.ImageViews(
-        name, SIZE, np.stack(homographies), records, np.array([SIZE] * len(records))
-    )
+    return store.ImageViews(name, SIZE, np.stack(homographies), features)
 
 
 def made_store(folder, images=5, points=40, seed=0):

@@ -202,7 +202,7 @@ def features(count, width, value=9.0, scale=1.0):
         (lambda matcher: matcher.extract(np.zeros((9, 9))), "must be uint8"),
         (lambda matcher: matcher.extract(torch.zeros(9, 9, 3)), r"\(9, 9, 3\): must be \(H, W\)"),
         (lambda matcher: features(5, 256), "of 256 entries: SIFT has 128"),
-        (lambda matcher: features(5, 128, np.nan), "descriptor must be finite"),
+        (lambda matcher: features(5, 128, np.nan), "descriptors must be finite"),
         (lambda matcher: features(5, 128, scale=-1.0), "scales above 0"),
         (
             lambda matcher: matcher.match(

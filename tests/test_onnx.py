@@ -8,26 +8,22 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from made_pairs import pair
+from made_pairs import batch_pairs, make_pair
 from made_scenes import TURN, write_model
 from reading import read_error
 
 from superglue_sift import (
-    Features,
     Matcher,
-    Pair,
     RequestError,
     errors,
-    from_pairs,
     load_model,
     mutual_matches,
     onnx,
     torch_compat,
 )
-from superglue_sift.features.features import extract_features
-from superglue_sift.features.sift import KEYPOINT
+from superglue_sift.features.extraction import extract_features
+from superglue_sift.features.features import TYPICAL_SCORE
 from superglue_sift.interop.convert import to_lightglue
-from superglue_sift.network.superglue import TYPICAL_SCORE
 from superglue_sift.network.weights import find_shipped_weights
 
 # Rounding of float32 through all layers; ONNX Runtime has other kernels.
@@ -57,11 +53,10 @@ def colmap_inputs_of(*sides):
 
 def by_network(model):
     @torch.no_grad()
-    def run(one, other):
-        batch = from_pairs([Pair(one.records, other.records, one.size, other.size)])
-        matches0, scores0, matches1, scores1 = mutual_matches(model(batch), 0.1)
-        m = len(one.records)
-        n = len(other.records)
+    def run(*pair):
+        log_P = model(*batch_pairs([pair]))
+        matches0, scores0, matches1, scores1 = mutual_matches(log_P, 0.1)
+        m, n = (len(features.keypoints) for features in pair)
         return matches0[:, :m], matches1[:, :n], scores0[:, :m], scores1[:, :n]
 
     return run
@@ -85,12 +80,12 @@ def assert_same_outputs(run, other, tolerance):
     """For two views half of whose keypoints correspond, with noise in the descriptors."""
     rng = np.random.default_rng(0)
     for m, n in SHAPES:
-        made = pair(rng, m, n)
+        sides = make_pair(rng, m, n)
         shared = min(m, n) // 2
-        made.records1[:shared] = made.records0[:shared]
-        made.records1["descriptor"][:shared] ^= rng.integers(0, 8, (shared, 128), np.uint8)
-        made.records1["x"][:shared] += 7
-        sides = Features(made.records0, made.size0), Features(made.records1, made.size1)
+        for name in ("keypoints", "scales", "oris", "scores", "descriptors"):
+            getattr(sides[1], name)[:shared] = getattr(sides[0], name)[:shared]
+        sides[1].descriptors[:shared, 0] ^= rng.integers(0, 8, (shared, 128), np.uint8)
+        sides[1].keypoints[:shared, 0] += 7
         both = [[np.asarray(each) for each in answer(*sides)] for answer in (run, other)]
         assert [each.shape for each in both[0]] == [each.shape for each in both[1]]
         wrong = sum((np.abs(a - b) > tolerance).sum() for a, b in zip(*both))
@@ -180,11 +175,9 @@ def sides(photo):
     """Two large views, whose keypoints have one orientation and no response."""
     found = []
     for side in two_views(photo, 300, 1600):
-        one = np.zeros(len(side.records), KEYPOINT)
-        for name in KEYPOINT.names:
-            one[name] = side.records[name]
-        one["score"] = TYPICAL_SCORE
-        found.append(Features(one, side.size))
+        one_orientation = {"oris": side.oris[:, :1], "descriptors": side.descriptors[:, :1]}
+        scores = np.full_like(side.scores, TYPICAL_SCORE)
+        found.append(side._replace(**one_orientation, scores=scores, sift_scale=None))
     return found
 
 

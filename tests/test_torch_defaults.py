@@ -6,6 +6,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from made_pairs import label_pairs
 from made_scenes import TURN
 from test_architecture import nodes
 
@@ -13,7 +14,6 @@ from pipeline.train.loss import MatchingObjective, compute_ratio_test_sums
 from superglue_sift import Matcher
 from superglue_sift.features import sift
 from superglue_sift.interop import convert
-from superglue_sift.network.batch import Pair, from_pairs
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 # Functions of torch that make a tensor on the default device, and of these the ones whose dtype is
@@ -56,8 +56,7 @@ def match_all(matcher, images):
 def train_once(photo, moved, config):
     """Compute loss, gradient and metrics of a new network on one pair of known homography."""
     torch.manual_seed(0)
-    records = [sift.extract(image, 200) for image in (photo, moved)]
-    batch = from_pairs([Pair(*records, (600, 400), (600, 400))], TURN[None])
+    batch = label_pairs([[sift.extract(image, 200) for image in (photo, moved)]], TURN)
     network = SuperGlue(config)
     objective = MatchingObjective(network)
     total, values = objective(batch)

@@ -21,7 +21,7 @@ from pipeline.evaluate.matchers import RATIO_TEST, RATIO_THRESHOLD, match_baseli
 from pipeline.evaluate.scoring import compute_reprojection_errors
 from superglue_sift import Matcher, drawing
 from superglue_sift.match_result import MatchResult
-from superglue_sift.network.batch import Pair, choose_pair_orientations
+from superglue_sift.network.batch import choose_orientations_of_pair
 
 CORRECT_PX = 3.0
 QUALITY = 85  # of the JPEG
@@ -66,9 +66,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     features0 = matcher.extract(image0)
     features1 = matcher.extract(image1)
     # The baseline of the evaluation, from the same keypoints
-    pair = choose_pair_orientations(
-        Pair(features0.records, features1.records, features0.size, features1.size)
-    )
+    pair = choose_orientations_of_pair(features0, features1)
     ratio_matches = match_baselines(pair)[RATIO_TEST].above(RATIO_THRESHOLD)
     baseline = MatchResult.of(features0, features1, ratio_matches).refine(features0, features1)
     panels = [

@@ -46,7 +46,7 @@ from superglue_sift.features import extractors
 from superglue_sift.files import check_writable
 from superglue_sift.matcher import PRECISIONS, Matcher
 from superglue_sift.matches import Matches
-from superglue_sift.network.batch import Pair
+from superglue_sift.network.batch import FeaturePair
 from superglue_sift.network.weights import choose_device, find_shipped_weights
 
 # Options that exclude each other: robustness needs held-out images, the others homographies.
@@ -157,7 +157,7 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
 
 def find_models(
     model: Optional[Path], also: Sequence[str]
-) -> Tuple[Dict[str, Path], Dict[str, Callable[[Pair], Matches]]]:
+) -> Tuple[Dict[str, Path], Dict[str, Callable[[FeaturePair], Matches]]]:
     """Find the files of all compared models, and import the user's matching functions.
 
     Args:

@@ -19,7 +19,7 @@ from superglue_sift.features import nearest
 from superglue_sift.features.features import Features
 from superglue_sift.matcher import Matcher
 from superglue_sift.matches import Matches
-from superglue_sift.network.batch import Pair
+from superglue_sift.network.batch import FeaturePair
 from superglue_sift.network.weights import load_model_file
 
 OURS = "superglue"
@@ -81,7 +81,7 @@ class MatcherSet:
     def __init__(
         self,
         networks: Mapping[str, Network],
-        functions: Mapping[str, Callable[[Pair], Matches]] = MappingProxyType({}),
+        functions: Mapping[str, Callable[[FeaturePair], Matches]] = MappingProxyType({}),
     ):
         self.networks = networks
         self.functions = functions
@@ -127,7 +127,7 @@ class MatcherSet:
         }
 
 
-def load_matcher_function(name: str) -> Callable[[Pair], Matches]:
+def load_matcher_function(name: str) -> Callable[[FeaturePair], Matches]:
     """Import a matching function of the user, which is named as `module:function`.
 
     The user's function gets the Features of both images. It returns two arrays (M,): the index in
@@ -148,16 +148,13 @@ def load_matcher_function(name: str) -> Callable[[Pair], Matches]:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise RequestError(f"--also {name}: {reason}") from error
 
-    def match(pair: Pair) -> Matches:
+    def match(pair: FeaturePair) -> Matches:
         """Call the user's function on a pair, and check what it returns."""
-        count0 = len(pair.records0)
-        count1 = len(pair.records1)
+        count0, count1 = (len(features.keypoints) for features in pair)
         if not count0 or not count1:
             return Matches.none()
         # Check both arrays (M,), since they come from the user's code.
-        features0 = Features(pair.records0, pair.size0)
-        features1 = Features(pair.records1, pair.size1)
-        arrays = function(features0, features1)
+        arrays = function(*pair)
         is_pair = isinstance(arrays, (tuple, list)) and len(arrays) == 2
         matches0, scores0 = map(np.asarray, arrays if is_pair else ((), ()))
         are_indices = matches0.dtype.kind in "iu" and matches0.shape == scores0.shape == (count0,)
@@ -169,13 +166,13 @@ def load_matcher_function(name: str) -> Callable[[Pair], Matches]:
     return match
 
 
-def match_baselines(pair: Pair) -> Dict[str, Matches]:
+def match_baselines(pair: FeaturePair) -> Dict[str, Matches]:
     """Match the nearest neighbours by descriptor. Return the matches of each baseline by its name.
 
     The confidence of a match is 1 - ratio of distances. The ratio test has all mutual matches here.
     Its threshold selects those that count, as the threshold of a network does.
     """
     # All three baselines share one product of the descriptors.
-    neighbours, is_mutual = nearest.match_nearest(*map(nearest.unit_descriptors, pair[:2]))
+    neighbours, is_mutual = nearest.match_nearest(*map(nearest.unit_descriptors, pair))
     mutual = neighbours.only(is_mutual)
     return {"nn": neighbours, "mutual_nn": mutual, RATIO_TEST: mutual}

@@ -31,7 +31,7 @@ from superglue_sift.features.images import BadImage, decode_color, decode_gray, 
 from superglue_sift.features.photo_folder import EXTENSIONS, walk_folders
 from superglue_sift.files import find_spelling, read_lines
 from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
-from superglue_sift.network.batch import Pair, choose_pair_orientations
+from superglue_sift.network.batch import FeaturePair, choose_orientations_of_pair
 
 SEED = 0  # All models are compared on the same rendered pairs
 MAX_NEGATIVE_PAIRS = 100
@@ -72,8 +72,8 @@ class LabeledPair(NamedTuple):
     name: str
     scene: str
     indices: Tuple[int, int, int, int]
-    features: Tuple[Features, Features]
-    pair: Pair
+    features: FeaturePair
+    pair: FeaturePair
     truth: Union[np.ndarray, CameraPair]
 
 
@@ -151,8 +151,7 @@ def extract_scene_pairs(
             features[image_index] = extract(images[image_index])
         features0 = features[first]
         features1 = features[second]
-        records = features0.records, features1.records
-        pair = choose_pair_orientations(Pair(*records, features0.size, features1.size))
+        pair = choose_orientations_of_pair(features0, features1)
         indices = (index, position, first, second)
         scene = source.scenes[index][0]
         labeled_pairs.append(LabeledPair(name, scene, indices, (features0, features1), pair, truth))

@@ -11,17 +11,17 @@ import zlib
 from typing import Dict, Iterator, List, Mapping, NamedTuple, Tuple
 
 import numpy as np
+import torch
 
 from pipeline.evaluate import estimators
 from pipeline.evaluate.estimators import Points
 from pipeline.evaluate.matchers import BOUND
 from pipeline.evaluate.pairs import CameraPair, LabeledPair
 from pipeline.params import EvaluateParams
-from superglue_sift.features import sift
 from superglue_sift.geometry import two_view
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
-from superglue_sift.network.batch import Pair, from_pairs
+from superglue_sift.network.batch import FeaturePair, make_batch
 from superglue_sift.network.ground_truth import UNMATCHED, find_true_matches
 
 # A match is correct within CORRECT_PX, as in the SuperGlue paper and HPatches' protocols.
@@ -50,21 +50,22 @@ class ScoringSettings(NamedTuple):
     refine: bool = True
 
 
-def index_true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
+def index_true_matches(pair: FeaturePair, H_0to1: np.ndarray) -> np.ndarray:
     """Return the index of the true match in image 1 of each of the M keypoints of image 0, (M,).
 
     The index is negative for a keypoint without a true match. The rule is that of the training's
     loss. `H_0to1` is (3, 3), in px.
     """
     # Call the function of the training's loss on a batch of one pair.
-    batch = from_pairs([pair], H_0to1[None])
-    truth = find_true_matches(batch, CORRECT_PX, CORRECT_PX)
-    return truth.matches0[0, : len(pair.records0)].numpy()
+    images = [make_batch([features]) for features in pair]
+    H = torch.from_numpy(np.array(H_0to1))[None]
+    truth = find_true_matches(*images, H, positive_px=CORRECT_PX, negative_px=CORRECT_PX)
+    return truth.matches0[0, : len(pair[0].keypoints)].numpy()
 
 
-def get_matched_points(pair: Pair, matches: Matches) -> Tuple[np.ndarray, np.ndarray]:
+def get_matched_points(pair: FeaturePair, matches: Matches) -> Tuple[np.ndarray, np.ndarray]:
     """Return the positions of the matched keypoints in both images, (K, 2) float64 px each."""
-    return matches.get_points((sift.positions(pair.records0), sift.positions(pair.records1)))
+    return matches.get_points((pair[0].keypoints, pair[1].keypoints))
 
 
 def compute_reprojection_errors(
@@ -140,7 +141,7 @@ def compute_errors(
         for name in settings.estimators:
             is_enough = len(scores) >= two_view.MIN_POINTS
             H = estimators.ESTIMATORS[name](points) if is_enough else None
-            yield name, is_refined, two_view.corner_error(H, truth, labeled_pair.pair.size0)
+            yield name, is_refined, two_view.corner_error(H, truth, labeled_pair.pair[0].image_size)
 
 
 def score_pair(
@@ -164,7 +165,7 @@ def score_pair(
     pair = labeled_pair.pair
     truth = labeled_pair.truth
     has_pose = isinstance(truth, CameraPair)
-    count0 = len(pair.records0)
+    count0 = len(pair[0].keypoints)
     # Between two cameras the true matches are unknown. There every correct match counts as a true
     # match, and the number of keypoints of image 0 as that of the true matches, so that the recall
     # is the matching score.
@@ -194,7 +195,7 @@ def score_pair(
         recall = recalled_count / true_count if true_count else np.nan
         values = {
             "keypoints0": count0,
-            "keypoints1": len(pair.records1),
+            "keypoints1": len(pair[1].keypoints),
             "matches": match_count,
             "correct": correct_count,
             **({} if has_pose else {"true_matches": true_count, "found": recalled_count}),

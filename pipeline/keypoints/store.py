@@ -27,9 +27,9 @@ import numpy as np
 from safetensors.numpy import save
 
 from pipeline.errors import RequestError
-from superglue_sift.features import extractors
-from superglue_sift.features.extractors import Extractor
-from superglue_sift.features.sift import MIN_SCALE, ORIENTED
+from superglue_sift.features.extractors import SIFT, Extractor
+from superglue_sift.features.features import SIFT_DIM, Features
+from superglue_sift.features.sift import MIN_SCALE
 from superglue_sift.files import compute_file_sha256, read_json, write_atomic
 
 FORMAT = "superglue-sift-keypoints"
@@ -42,7 +42,16 @@ SAMPLED_SHARDS = 3
 Row = Dict[str, Any]  # A row of store.json, which describes a shard
 
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
-
+_GEOMETRY = [(name, "<f4") for name in ("x", "y", "scale", "angle", "score")]
+# The record of a SIFT keypoint. Its second orientation has a descriptor of zeros if there is none.
+SIFT_RECORD = np.dtype(
+    [
+        *_GEOMETRY,
+        ("descriptor", "u1", (SIFT_DIM,)),
+        ("second_angle", "<f4"),
+        ("second_descriptor", "u1", (SIFT_DIM,)),
+    ]
+)
 
 # The cell of a view that shows its image alone. Every pixel is in the middle of the unit square.
 EVERYWHERE = np.array([[0.0, 0.0, 0.5], [0.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
@@ -55,31 +64,74 @@ class ImageViews(NamedTuple):
         name: name of the image.
         size: width and height of the image in px.
         homographies: (views, 3, 3) float64, from the image to each view.
-        records: (n,) keypoint records of each view.
-        view_sizes: (views, 2) int, width and height of each view in px.
+        features: the keypoints of each view.
     """
 
     name: str
     size: Tuple[int, int]
     homographies: np.ndarray
-    records: List[np.ndarray]
-    view_sizes: np.ndarray
+    features: List[Features]
 
 
 class View(NamedTuple):
     """One view, as it is stored or after augmentation.
 
     Attributes:
-        records: (n,) of the store's dtype. Those of a stored view are read-only, in mapped memory.
+        features: the keypoints. Those of a stored view are read-only, in mapped memory.
         H_image_to_view: (3, 3) float64.
-        size: width and height of the view in px.
-        cell: (3, 3) float64, maps pixels of the view to the unit square (`PairBatch.cells`).
+        cell: (3, 3) float64, maps pixels of the view to the unit square (`find_true_matches`).
     """
 
-    records: np.ndarray
+    features: Features
     H_image_to_view: np.ndarray
-    size: Tuple[int, int]
     cell: np.ndarray = EVERYWHERE
+
+
+def make_record_dtype(extractor: Extractor) -> np.dtype:
+    """Return the dtype of the records of an extractor's keypoints."""
+    if extractor.name == SIFT.name:
+        return SIFT_RECORD
+    return np.dtype([*_GEOMETRY, ("descriptor", "<f4", (extractor.descriptor_dim,))])
+
+
+def pack_records(features: Features) -> np.ndarray:
+    """Return keypoints as records, (N, R) uint8, of the dtype of `make_record_dtype`."""
+    dim = features.descriptors.shape[2]
+    dtype = np.dtype([*_GEOMETRY, ("descriptor", "<f4", (dim,))])
+    records = np.zeros(len(features.scores), SIFT_RECORD if features.is_sift else dtype)
+    records["x"], records["y"] = features.keypoints.T
+    records["scale"] = features.scales
+    records["angle"] = features.oris[:, 0]
+    records["score"] = features.scores
+    records["descriptor"] = features.descriptors[:, 0]
+    if features.oris.shape[1] > 1:
+        records["second_angle"] = features.oris[:, 1]
+        records["second_descriptor"] = features.descriptors[:, 1]
+    return records.view(np.uint8).reshape(len(records), records.itemsize)
+
+
+def unpack_records(packed: np.ndarray, dtype: np.dtype) -> Features:
+    """Return records (N, R) uint8 of some dtype as keypoints, in the same memory.
+
+    They get no image size.
+    """
+    records = packed.reshape(-1).view(dtype)
+    count = len(records)
+
+    def join_columns(first: str, second: str) -> np.ndarray:
+        """Return two fields of the records as one array (N, 2, ...)."""
+        offsets = [dtype.fields[name][1] for name in (first, second)]
+        strides = (dtype.itemsize, offsets[1] - offsets[0], *records[first].strides[1:])
+        shape = (count, 2, *records[first].shape[1:])
+        return np.lib.stride_tricks.as_strided(records[first], shape, strides)
+
+    keypoints = join_columns("x", "y")
+    if "second_angle" in dtype.fields:
+        oris = join_columns("angle", "second_angle")
+        descriptors = join_columns("descriptor", "second_descriptor")
+    else:
+        oris, descriptors = records["angle"][:, None], records["descriptor"][:, None]
+    return Features(keypoints, records["scale"], oris, records["score"], descriptors, None)
 
 
 def name_shard(index: int) -> str:
@@ -101,20 +153,20 @@ def write_shard(path: Path, images: Sequence[ImageViews]) -> Row:
     Raises:
         OSError: For example if the disk is full. No partial shard is left under the final name.
     """
-    records = [records for image in images for records in image.records]
-    # (keypoints,) records become (keypoints, R) bytes, because safetensors has no records
-    packed = np.concatenate(records) if records else np.empty(0, ORIENTED)
-    views = len(images[0].records) if images else 0
+    features = [features for image in images for features in image.features]
+    # Records are (keypoints, R) bytes, because safetensors has no records
+    empty = np.empty((0, SIFT_RECORD.itemsize), np.uint8)
+    packed = np.concatenate([pack_records(view) for view in features]) if features else empty
+    views = len(images[0].features) if images else 0
     homographies = [image.homographies for image in images]
+    view_sizes = [[view.image_size for view in image.features] for image in images]
     data = save(
         {
-            "records": packed.view(np.uint8).reshape(len(packed), packed.itemsize),
-            "offsets": np.cumsum([0, *map(len, records)], dtype=np.int64),
+            "records": packed,
+            "offsets": np.cumsum([0, *(len(view.scores) for view in features)], dtype=np.int64),
             "homographies": np.array(homographies, np.float64).reshape(len(images), views, 3, 3),
             "sizes": np.array([image.size for image in images], np.int32).reshape(len(images), 2),
-            "view_sizes": np.array([image.view_sizes for image in images], np.int32).reshape(
-                len(images), views, 2
-            ),
+            "view_sizes": np.array(view_sizes, np.int32).reshape(len(images), views, 2),
         },
         metadata={"format": TITLE},
     )
@@ -128,9 +180,7 @@ def write_shard(path: Path, images: Sequence[ImageViews]) -> Row:
     }
 
 
-def make_index(
-    shards: Sequence[Row], views: int, extractor: Extractor = extractors.SIFT
-) -> Dict[str, Any]:
+def make_index(shards: Sequence[Row], views: int, extractor: Extractor = SIFT) -> Dict[str, Any]:
     """Return the content of store.json, which names the extractor unless that is SIFT.
 
     Args:
@@ -139,12 +189,12 @@ def make_index(
         views: number of views of each image.
         extractor: what found the keypoints.
     """
-    dtype = extractor.dtype
+    dtype = make_record_dtype(extractor)
     extractor_fields = {"extractor": extractor.name, "scale_angle": extractor.scale_angle}
     return {
         "format": FORMAT,
         "version": VERSION,
-        **(extractor_fields if extractor is not extractors.SIFT else {}),
+        **(extractor_fields if extractor is not SIFT else {}),
         "views_per_image": views,
         "record": [
             [name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()
@@ -171,8 +221,9 @@ class KeypointStore:
         counts: (images, views) int64, numbers of keypoints.
         sizes: (images, 2) int32, width and height of each image.
         extractor: name of the extractor.
-        dtype: dtype of the records.
-        scale_angle: whether the records have a scale and an angle.
+        descriptor: kind of the descriptors, "sift" or "float".
+        descriptor_dim: number of entries of a descriptor.
+        scale_angle: whether the keypoints have a scale and an orientation.
         min_scale: smallest scale of the extractor in px, 0 if unknown.
     """
 
@@ -192,12 +243,13 @@ class KeypointStore:
         content = read_index(self.path)
         self.views_per_image: int = content["views_per_image"]
         self.digest: str = content["digest"]
-        self.extractor: str = content.get("extractor", extractors.SIFT.name)
+        self.extractor: str = content.get("extractor", SIFT.name)
         self.scale_angle: bool = content.get("scale_angle", True)
-        self.min_scale = MIN_SCALE if self.extractor == extractors.SIFT.name else 0.0
-        self.dtype = np.dtype(
-            [(name, kind, tuple(shape)) for name, kind, shape in content["record"]]
-        )
+        is_sift = self.extractor == SIFT.name
+        self.min_scale = MIN_SCALE if is_sift else 0.0
+        dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in content["record"]])
+        self.descriptor = "sift" if is_sift else "float"
+        self.descriptor_dim: int = dtype["descriptor"].shape[0]
         # Every shard must exist and have its size. Shards at multiples of `step` are hashed.
         step = 1 if verify == "all" else max(len(content["shards"]) // SAMPLED_SHARDS, 1)
         for position, shard in enumerate(content["shards"]):
@@ -208,8 +260,13 @@ class KeypointStore:
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
         self.photographs: List[str] = [name for shard in shards for name in shard["photographs"]]
         mapped = [map_shard(self.path / shard["file"]) for shard in shards]
-        # Each image has the tensors of its shard and its row there.
-        self._rows = [(tensors, row) for tensors in mapped for row in range(len(tensors["sizes"]))]
+        # Each image has the keypoints and the other tensors of its shard, and its row there.
+        self._rows = [
+            (features, tensors, row)
+            for tensors in mapped
+            for features in [unpack_records(tensors["records"], dtype)]
+            for row in range(len(tensors["sizes"]))
+        ]
         views = self.views_per_image
         counts = [np.diff(tensors["offsets"]).reshape(-1, views) for tensors in mapped]
         self.counts = np.concatenate([np.empty((0, views), np.int64), *counts])
@@ -236,13 +293,12 @@ class KeypointStore:
         """
         if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
             raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
-        tensors, row = self._rows[image]
+        features, tensors, row = self._rows[image]
         position = row * self.views_per_image + view
         begin, end = tensors["offsets"][position : position + 2]
-        # (n, R) bytes become (n,) records, without a copy
-        records = tensors["records"][begin:end].reshape(-1).view(self.dtype)
-        width, height = tensors["view_sizes"][row, view].tolist()
-        return View(records, tensors["homographies"][row, view], (width, height))
+        size = tuple(tensors["view_sizes"][row, view].tolist())
+        features = features.select(slice(begin, end))._replace(image_size=size)
+        return View(features, tensors["homographies"][row, view])
 
 
 def check_shard(path: Path, shard: Row, hashed: bool = True) -> None:

@@ -76,8 +76,7 @@ def make_image_views(
     require_size(name, size, (settings.width, settings.height))
     extractor = extractors.load_extractor(settings.extractor)
     homographies = []
-    records = []
-    view_sizes = []
+    features = []
     for index in range(settings.views_per_image):
         rng = make_generator(settings.seed, name, index)
         factor = 1.0 if settings.smallest == 1.0 else rng.uniform(settings.smallest, 1.0)
@@ -91,11 +90,10 @@ def make_image_views(
             strength = settings.difficulty_first + fraction * (1.0 - settings.difficulty_first)
             H = sample_view(rng, size, view_size, settings.views.homography, strength)
             view = distort(render(gray, H, view_size), rng, settings.views.photometric)
-        view_sizes.append(view_size)
         homographies.append(H)
         view_mask = None if mask is None else render(mask, H, view_size, cv2.INTER_NEAREST)
-        records.append(extractor(view, settings.max_keypoints, view_mask))
-    return ImageViews(name, size, np.array(homographies), records, np.array(view_sizes))
+        features.append(extractor(view, settings.max_keypoints, view_mask))
+    return ImageViews(name, size, np.array(homographies), features)
 
 
 def require_size(name: str, image_size: Size, view_size: Size) -> None:

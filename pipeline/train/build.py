@@ -18,7 +18,6 @@ from pipeline.train.checkpoint import Saved, TrainState
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.optimizer import PORTABLE, freeze_parameters, make_optimizer
 from superglue_sift import torch_compat
-from superglue_sift.features.extractors import descriptor_kind
 from superglue_sift.network.perceptron import synchronize_batch_norms
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, select_weights
@@ -85,8 +84,8 @@ def make_network(
     values = train.model_dump(include={field.name for field in dataclasses.fields(SuperGlueConfig)})
     values["scale_angle"] = store is None or store.scale_angle
     if store is not None:
-        kind, dim = descriptor_kind(store.dtype)
-        values.update(extractor=store.extractor, descriptor=kind, descriptor_dim=dim)
+        names = ("extractor", "descriptor", "descriptor_dim")
+        values.update((name, getattr(store, name)) for name in names)
     return SuperGlue(SuperGlueConfig(**values)).to(context.device)
 
 

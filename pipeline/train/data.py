@@ -10,10 +10,13 @@ import contextlib
 import functools
 import os
 import shutil
-from typing import Any, Generator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from dataclasses import dataclass
+from typing import Any, Callable, Generator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset
 
 from pipeline import workers
@@ -23,9 +26,16 @@ from pipeline.keypoints.store import KeypointStore, View
 from pipeline.params import RunParams, TrainParams
 from pipeline.train.augmentation import NO_AUGMENTATION, NO_CHANGE, Augmentation
 from pipeline.workers import prefetch
+from superglue_sift.features.features import Features
 from superglue_sift.files import GIB
 from superglue_sift.geometry.two_view import compose, inverse
-from superglue_sift.network.batch import Pair, PairBatch, from_pairs
+from superglue_sift.network.batch import (
+    group_pairs,
+    make_batch,
+    map_tensors,
+    pad_images,
+    select_images,
+)
 
 # Numbers of separate streams of random numbers
 _SHUFFLE = 1
@@ -58,6 +68,74 @@ class Sample(NamedTuple):
     view0: int
     view1: int
     seed: int
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """B pairs to train on.
+
+    Attributes:
+        images0, images1: the images of the pairs, with M and N keypoints.
+        H_0to1: (B, 3, 3) float64, maps pixels of image 0 to image 1.
+        cells: (B, 2, 3, 3) float64, the cell of each view of each pair (`find_true_matches`).
+    """
+
+    images0: Features
+    images1: Features
+    H_0to1: Tensor
+    cells: Tensor
+
+    def __len__(self) -> int:
+        """Return the number of pairs, B."""
+        return len(self.H_0to1)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the tensors."""
+        return self.H_0to1.device
+
+    def to(self, device: Union[str, torch.device]) -> PairBatch:
+        """Return the batch on `device`: itself if it is there, otherwise a copy."""
+        if torch.device(device) == self.device:
+            return self
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> PairBatch:
+        """Copy the batch to page-locked memory, from which copies to a GPU are asynchronous."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
+        """Return a batch with the results of `function` as its tensors."""
+        images = [map_tensors(function, features) for features in (self.images0, self.images1)]
+        return PairBatch(*images, function(self.H_0to1), function(self.cells))
+
+    def select(self, pairs: List[int]) -> PairBatch:
+        """Return a batch of the pairs at these indices, with as little padding as they need."""
+        if pairs == list(range(len(self))):
+            return self
+        images = [select_images(features, pairs) for features in (self.images0, self.images1)]
+        return PairBatch(*images, self.H_0to1[pairs], self.cells[pairs])
+
+    def pad(self, pairs: int, keypoints: int) -> PairBatch:
+        """Return a batch that is padded to so many pairs, and to so many keypoints of each image.
+
+        The added pairs have no keypoints, and come last.
+        """
+        images = [
+            pad_images(features, pairs, keypoints) for features in (self.images0, self.images1)
+        ]
+        added = pairs - len(self)
+        H_0to1 = pad(self.H_0to1, [0, 0, 0, 0, 0, added])
+        return PairBatch(*images, H_0to1, pad(self.cells, [0, 0, 0, 0, 0, 0, 0, added]))
+
+    def split_by_size(self) -> Tuple[List[int], List[PairBatch]]:
+        """Split into batches of pairs with similar numbers of keypoints (`group_pairs`).
+
+        Returns:
+            The indices of the pairs in the order of the batches, and the batches.
+        """
+        groups = group_pairs(self.images0, self.images1)
+        return [pair for group in groups for pair in group], [self.select(g) for g in groups]
 
 
 def draw_training_pairs(seed: int, images: int, views: int, start: int, stop: int) -> List[Sample]:
@@ -146,7 +224,7 @@ def load_batch(
             seed NO_AUGMENTATION is not changed.
     """
     if not samples:
-        return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
+        return load_batch(store, [Sample(0, 0, 1, NO_AUGMENTATION)], 1).select([])
     pairs = []
     is_negative = []
     for sample in samples:
@@ -177,10 +255,8 @@ def load_batch(
     H_0to1[is_negative] = APART
     # (B, 2, 3, 3): the cell of each view of each pair
     cells = np.array([[view.cell for view in pair] for pair in pairs])
-    record_pairs = [
-        Pair(view0.records, view1.records, view0.size, view1.size) for view0, view1 in pairs
-    ]
-    return from_pairs(record_pairs, H_0to1, cells=cells)
+    images0, images1 = (make_batch([view.features for view in views]) for views in zip(*pairs))
+    return PairBatch(images0, images1, torch.from_numpy(H_0to1), torch.from_numpy(cells))
 
 
 def _draw_other_view(

@@ -24,9 +24,9 @@ from pipeline.errors import RequestError
 from pipeline.keypoints.store import KeypointStore
 from pipeline.params import TrainParams
 from pipeline.train.augmentation import NO_CHANGE, Augmentation
-from pipeline.train.data import Sample, draw_validation_pairs, load_batch, slice_for_rank
+from pipeline.train.data import PairBatch, Sample, draw_validation_pairs, load_batch, slice_for_rank
 from superglue_sift.features.nearest import match_nearest
-from superglue_sift.network.batch import PairBatch, choose_orientations, normalize_descriptors
+from superglue_sift.network.batch import choose_orientations, count_keypoints, normalize_descriptors
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth, find_true_matches
 from superglue_sift.network.superglue import SuperGlue, mutual_matches
 
@@ -82,6 +82,13 @@ def compute_assignment_losses(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tens
     return total, positive, (unmatched0 + unmatched1) / 2
 
 
+def find_truth(batch: PairBatch) -> Truth:
+    """Find the true matches of a batch, with the distances of the loss."""
+    return find_true_matches(
+        batch.images0, batch.images1, batch.H_0to1, batch.cells, POSITIVE_PX, NEGATIVE_PX
+    )
+
+
 class MatchingObjective(nn.Module):
     """SuperGlue with its ground truth and its loss in one module.
 
@@ -103,10 +110,10 @@ class MatchingObjective(nn.Module):
         self.fixed_size: Optional[Tuple[int, int]] = None
 
     def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
-        """Compute the loss of a batch with homographies. The batch may be empty.
+        """Compute the loss of a batch, which may be empty.
 
         Args:
-            batch: the pairs, with `H_0to1`.
+            batch: the pairs.
             wait: whether to compute pairs that overflow float32 again in the log domain. The host
                 then waits for the GPU. If False, the loss and the gradient of such pairs are nan.
 
@@ -120,8 +127,9 @@ class MatchingObjective(nn.Module):
         else:
             order, batches = batch.split_by_size()
         # The ground truth comes first: its large matrices are freed before activations take memory.
-        truths = [find_true_matches(part, POSITIVE_PX, NEGATIVE_PX) for part in batches]
-        log_P, finite = self.model.assign(batches, wait, self.precision)
+        truths = [find_truth(part) for part in batches]
+        images = [(part.images0, part.images1) for part in batches]
+        log_P, finite = self.model.assign(images, wait, self.precision)
         parts = [compute_assignment_losses(P, truth) for P, truth in zip(log_P, truths)]
         total, positive, unmatched = (torch.cat(values) for values in zip(*parts))
         if not wait:
@@ -278,14 +286,14 @@ def compute_network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums
 
     Args:
         objective: the network with its loss.
-        batch: the pairs, with `H_0to1`.
+        batch: the pairs.
 
     Returns:
         Arrays by name: `pairs`, (), the number of pairs; the sums of LOSSES, () float64 each; and
         the values of `count_matches`.
     """
-    log_P = objective.model(batch)
-    truth = find_true_matches(batch, POSITIVE_PX, NEGATIVE_PX)
+    log_P = objective.model(batch.images0, batch.images1)
+    truth = find_truth(batch)
     matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
     losses = dict(zip(LOSSES, compute_assignment_losses(log_P, truth)))
     return {
@@ -301,19 +309,20 @@ def compute_ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> S
 
     Args:
         objective: the network, whose configuration says what the descriptors are.
-        batch: the pairs, with `H_0to1`.
+        batch: the pairs.
     """
-    batch = choose_orientations(batch)
+    images = choose_orientations(batch.images0, batch.images1)
     kind = objective.model.config.descriptor
-    both_descriptors = (batch.descriptors0, batch.descriptors1)
     units = [
-        normalize_descriptors(descriptors, kind).cpu().numpy() for descriptors in both_descriptors
+        normalize_descriptors(features.descriptors[:, :, 0], kind).cpu().numpy()
+        for features in images
     ]
-    truth = find_true_matches(batch, POSITIVE_PX, NEGATIVE_PX)
+    truth = find_truth(batch)
     matches = torch.full_like(truth.matches0, -1)
-    scores = torch.zeros(matches.shape, dtype=torch.float32, device=batch.device)
+    scores = torch.zeros(matches.shape, dtype=torch.float32, device=matches.device)
     # The counts are those of real keypoints, without padding.
-    for index, (count0, count1) in enumerate(batch.counts.tolist()):
+    counts = (count_keypoints(features).tolist() for features in images)
+    for index, (count0, count1) in enumerate(zip(*counts)):
         nearest, is_mutual = match_nearest(units[0][index, :count0], units[1][index, :count1])
         dense = nearest.only(is_mutual).to_dense(count0)
         matches[index, :count0], scores[index, :count0] = map(torch.from_numpy, dense)

@@ -19,7 +19,7 @@ from pipeline.params import Params, TrainParams
 from pipeline.train import build, checkpoint, log
 from pipeline.train.augmentation import Augmentation
 from pipeline.train.checkpoint import Info, Metrics, Saved, Tensors
-from pipeline.train.data import Sample, StepBatches
+from pipeline.train.data import PairBatch, Sample, StepBatches
 from pipeline.train.log import TrainingLogger
 from pipeline.train.loss import Validation, choose_validation_pairs
 from pipeline.train.optimizer import (
@@ -29,7 +29,6 @@ from pipeline.train.optimizer import (
     get_device_name,
 )
 from superglue_sift.files import compute_json_digest
-from superglue_sift.network.batch import PairBatch
 
 CLIP_NORM = 1.0  # Largest norm of the gradient, so that no single batch moves the weights far
 MAX_SKIPPED = 20  # More steps without a finite gradient mean that the training diverges

@@ -24,7 +24,7 @@ from typing import Any, Dict, List, Optional, Sequence
 from superglue_sift import __version__, scene
 from superglue_sift.apps import folder, pairing, results
 from superglue_sift.errors import Parser, RequestError, WorkError, import_extra
-from superglue_sift.features.features import ENLARGED_TO
+from superglue_sift.features.extraction import ENLARGED_TO
 from superglue_sift.features.images import FRAMES
 from superglue_sift.features.photo_folder import check_masks, find_mask
 from superglue_sift.files import FileName, name_below, write_atomic

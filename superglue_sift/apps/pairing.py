@@ -20,8 +20,8 @@ import cv2
 import numpy as np
 
 from superglue_sift.errors import RequestError, check_range
+from superglue_sift.features.descriptors import to_root_sift
 from superglue_sift.features.features import Features
-from superglue_sift.features.sift import to_root_sift
 from superglue_sift.features.store import PhotoFile
 from superglue_sift.files import FileName, find_spelling, read_lines
 from superglue_sift.matcher import split_batches
@@ -178,9 +178,7 @@ def choose_pairs(
     if pairing == "sequential":
         indices = [(i, j) for j in range(count) for i in range(max(0, j - k), j)]
     else:
-        indices = find_nearest_pairs(
-            photos, lambda photo: features_of(photo).records["descriptor"], k
-        )
+        indices = find_nearest_pairs(photos, lambda photo: features_of(photo).descriptors[:, 0], k)
     return [(photos[i], photos[j]) for i, j in indices]
 
 

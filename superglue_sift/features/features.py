@@ -1,147 +1,129 @@
-"""Features of an image: keypoints with descriptors.
-
-They are extracted from its pixels, or provided by the caller.
-"""
+"""The one type for keypoints with descriptors: of an image, and of a batch of images."""
 
 from __future__ import annotations
 
-import logging
-import math
-from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
 
-import cv2
 import numpy as np
-import PIL.Image
-import torch
 
 from superglue_sift.errors import RequestError
-from superglue_sift.features import sift
-from superglue_sift.features.extractors import descriptor_kind, make_records
-from superglue_sift.features.images import (
-    FEW_LEVELS,
-    STORED,
-    UPRIGHT,
-    Photo,
-    convert_pil,
-    count_gray_levels,
-    read_mask,
-    read_photo,
-    reduce_image,
-)
-from superglue_sift.features.sift import KEYPOINT, TYPICAL_SCORE, to_sift
-from superglue_sift.files import FileName
-from superglue_sift.geometry import two_view
+from superglue_sift.features.descriptors import to_sift
+from superglue_sift.features.images import STORED, UPRIGHT
 
-# Refinement gets pixels whose longer side is so many times the one that SIFT gets. For photographs
-# of 1,536 px with known homographies, and SIFT at 512 px, the median error is 0.07 px of the file
-# with 1, 0.05 with 2, and 0.06 with 3, where the deviations are too small.
-REFINED_AT = 2
-# Images that are smaller are enlarged to this longer side for SIFT, at most ENLARGED_MOST times.
-ENLARGED_TO = 768
-ENLARGED_MOST = 2
+SIFT_DIM = 128  # Number of entries of a SIFT descriptor
+TYPICAL_SCORE = 0.03  # Contrast of a typical SIFT keypoint, for keypoints of unknown contrast
 # A keypoint of another program may lie outside of the image by this part of its size, since some
 # programs store positions as floats of 16 bits.
 OUTSIDE = 1e-3
-# SIFT finds hardly anything in a reduced image whose shorter side has fewer pixels than the first
-# number. A warning names the size that gives the shorter side the second number.
-SLIM_PX = 96
-ENOUGH_PX = 480
-
-logger = logging.getLogger(__name__)
 
 
 class Features(NamedTuple):
-    """Features of one image: its keypoints with descriptors.
+    """N keypoints of an image with their descriptors, or those of B images.
+
+    A keypoint has O orientations, 1 or 2, and a descriptor for each. A missing second orientation
+    has a descriptor of zeros. The shapes are those of an image, whose values are arrays. A batch
+    (`network.batch.make_batch`) has the same fields as tensors with a leading B, and its images are
+    padded to the same N.
 
     Attributes:
-        records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.make_records`, in
-            pixels of the image.
-        size: (width, height) of the image in px.
+        keypoints: (N, 2) float32, px of the image: x right, y down. The centre of the first pixel
+            is (0, 0).
+        scales: (N,) float32, px, the diameter of the neighbourhood (OpenCV's `size`). Zeros if the
+            keypoints have no scale. In a batch, they are in px of the image that SIFT saw.
+        oris: (N, O) float32, degrees, clockwise as seen on the screen (OpenCV's `angle`).
+        scores: (N,) float32, 0 or more (OpenCV's `response`).
+        descriptors: (N, O, 128) uint8 for SIFT, or (N, O, D) float32 of any length.
+        image_size: (width, height) px. In a batch (B, 2) float32.
+        mask: (B, N) bool, True for keypoints and False for padding, which follows them. None for an
+            image, and for a batch without padding, so that the host knows this without a wait for
+            the GPU.
         gray: (H, W) uint8, the pixels for refinement, which may be reduced. None if there are none.
         image: the image, to draw matches on it. None if it is not known.
         frame: whether pixels are upright or stored (`images`).
         turned: the EXIF orientation that was undone.
-        detected_size: (width, height) of the image that SIFT saw, which is the file reduced or
+        sift_scale: px of the image that SIFT saw per px of the image. SIFT may see it reduced or
             enlarged. None if it is not known.
     """
 
-    records: np.ndarray
-    size: Tuple[int, int]
+    keypoints: Any
+    scales: Any
+    oris: Any
+    scores: Any
+    descriptors: Any
+    image_size: Any
+    mask: Any = None
     gray: Optional[np.ndarray] = None
     image: Any = None  # Optional[Image]
     frame: str = UPRIGHT
     turned: int = 1
-    detected_size: Optional[Tuple[int, int]] = None
+    sift_scale: Optional[float] = None
 
     def __repr__(self) -> str:
-        return f"Features({len(self.records)} keypoints; {self.size[0]}x{self.size[1]} px)"
+        shape = self.keypoints.shape
+        if len(shape) == 3:
+            return f"Features({shape[0]} images with up to {shape[1]} keypoints)"
+        width, height = self.image_size
+        return f"Features({shape[0]} keypoints; {width}x{height} px)"
 
     @property
-    def keypoints(self) -> np.ndarray:
-        """Return (n, 2) float32 px: x right, y down, centre of the first pixel at (0, 0)."""
-        return sift.positions(self.records)
+    def is_sift(self) -> bool:
+        """Return whether the descriptors of an image are SIFT."""
+        return self.descriptors.dtype == np.uint8
 
-    def as_detected(self, resize: int) -> Features:
-        """Return the keypoints in pixels of the image that SIFT saw.
-
-        Keypoints of your own have no `detected_size`. It is then the size to which `resize` reduces
-        the image. But SIFT detects no keypoint below `sift.MIN_SCALE`. If `resize` would make a
-        keypoint smaller than this, your SIFT saw a larger image, and the image is reduced less.
+    def select(self, index: Union[slice, np.ndarray]) -> Features:
+        """Keep some keypoints of an image.
 
         Args:
-            resize: longer side in px to which images are reduced, or 0 for images in full size.
+            index: a slice, or the indices (n,) of the keypoints, in the new order.
         """
-        if self.detected_size is not None:
-            return self.resize(self.detected_size)
-        factor = two_view.reduction_factor(self.size, resize)
-        scales = self.records["scale"]
-        if len(scales) and descriptor_kind(self.records.dtype)[0] == "sift":
-            factor = max(1.0, min(factor, float(scales.min()) / sift.MIN_SCALE))
-        return self.resize(two_view.reduced_size(self.size, factor))
+        names = ("keypoints", "scales", "oris", "scores", "descriptors")
+        arrays = {name: getattr(self, name) for name in names}
+        if isinstance(index, slice):
+            return self._replace(**{name: array[index] for name, array in arrays.items()})
+        # `take` is two to three times as fast as indexing by an array.
+        return self._replace(**{name: array.take(index, 0) for name, array in arrays.items()})
+
+    def move(self, keypoints: np.ndarray) -> Features:
+        """Return a copy with the keypoints at other positions (N, 2) px."""
+        return self._replace(keypoints=np.asarray(keypoints, np.float32))
 
     def resize(self, size: Tuple[int, int]) -> Features:
         """Return the keypoints in pixels of the image resized to `size` (width, height) px."""
-        if tuple(size) == tuple(self.size):
+        if tuple(size) == tuple(self.image_size):
             return self
-        records = self.records.copy()
-        for name, after, before in zip(("x", "y"), size, self.size):
-            # Pixel centres are at whole numbers, so the edge of the image is at -0.5.
-            records[name] = (records[name] + 0.5) * (after / before) - 0.5
-        records["scale"] *= max(size) / max(self.size)
-        return self._replace(records=records, size=size)
-
-    def select(self, index: Union[slice, np.ndarray]) -> Features:
-        """Keep only the keypoints at these indices, in their order."""
-        return self._replace(records=self.records[index])
-
-    def move(self, keypoints: np.ndarray) -> Features:
-        """Return a copy with the keypoints at other positions (n, 2) px."""
-        records = self.records.copy()
-        records["x"], records["y"] = keypoints.T
-        return self._replace(records=records)
+        factor = np.divide(size, self.image_size)
+        # Pixel centres are at whole numbers, so the edge of the image is at -0.5.
+        keypoints = (self.keypoints + np.float32(0.5)) * factor.astype(np.float32) - np.float32(0.5)
+        longer = max(size) / max(self.image_size)
+        return self._replace(
+            keypoints=keypoints,
+            scales=self.scales * np.float32(longer),
+            image_size=tuple(size),
+            sift_scale=None if self.sift_scale is None else self.sift_scale / longer,
+        )
 
     @classmethod
     def of(
         cls,
         keypoints: np.ndarray,
         scales: np.ndarray,
-        angles: np.ndarray,
+        oris: np.ndarray,
         scores: np.ndarray,
         descriptors: np.ndarray,
-        size: Tuple[int, int],
+        image_size: Tuple[int, int],
     ) -> Features:
         """Create features from your own SIFT, in the same order.
 
-        Several keypoints may have one position, as in OpenCV, if their scales or angles differ.
+        Several keypoints may have one position, as in OpenCV, if their scales or orientations
+        differ.
 
         Args:
-            keypoints: (n, 2) px of the image.
-            scales: (n,) diameters in px, OpenCV's `size`.
-            angles: (n,) degrees, OpenCV's `angle`.
-            scores: (n,), OpenCV's `response`.
-            descriptors: (n, 128) SIFT with entries from 0 to 255, as from OpenCV.
-            size: (width, height) of the image in px.
+            keypoints: (N, 2) px of the image.
+            scales: (N,) diameters in px, OpenCV's `size`.
+            oris: (N,) degrees, OpenCV's `angle`.
+            scores: (N,), OpenCV's `response`.
+            descriptors: (N, 128) SIFT with entries from 0 to 255, as from OpenCV.
+            image_size: (width, height) of the image in px.
 
         Raises:
             RequestError: For a wrong shape or range, or a keypoint that occurs twice.
@@ -153,54 +135,68 @@ class Features(NamedTuple):
             >>> features = Features.of(keypoints, 4 * one, 90 * one, one, descriptors, (64, 48))
             >>> features.keypoints.tolist()
             [[10.0, 20.0], [30.0, 5.0]]
+            >>> features.oris.shape, features.descriptors.shape
+            ((2, 1), (2, 1, 128))
         """
-        features = cls._from_sift(keypoints, scales, angles, scores, descriptors, size)
-        geometry = np.stack([features.records[name] for name in ("x", "y", "scale", "angle")])
-        repeated = len(features.records) - np.unique(geometry, axis=1).shape[1]
+        features = _make_sift(keypoints, scales, oris, scores, descriptors, image_size)
+        geometry = np.hstack([features.keypoints, features.scales[:, None], features.oris])
+        repeated = len(geometry) - len(np.unique(geometry, axis=0))
         if repeated:
-            reason = "have the position, scale and angle of another"
+            reason = "have the position, scale and orientation of another"
             raise RequestError(f"keypoints: {repeated} of them {reason}; give each keypoint once")
         return features
 
     @classmethod
-    def _from_sift(
-        cls,
-        keypoints: np.ndarray,
-        scales: np.ndarray,
-        angles: np.ndarray,
-        scores: np.ndarray,
-        descriptors: np.ndarray,
-        size: Tuple[int, int],
-    ) -> Features:
-        """Create features as `of`, where keypoints may occur twice."""
-        if len(size) != 2 or min(size) < 1:
-            raise RequestError(f"size {size}: must be (width, height), 1 px or more")
-        values = {
-            "keypoints": keypoints,
-            "scales": scales,
-            "angles": angles,
-            "scores": scores,
-            "descriptors": np.asarray(descriptors, np.float32),
-        }
-        float_records = make_records("SIFT features", values)
-        if not len(float_records):
-            return cls(np.empty(0, KEYPOINT), size)
-        rows = float_records["descriptor"]
-        if rows.shape[1:] != KEYPOINT["descriptor"].shape:
-            raise RequestError(f"descriptors of {rows.shape[1]} entries: SIFT has 128")
-        if not (rows.min() >= 0 and 1 < rows.max() <= 255):
-            raise RequestError("descriptors must be whole numbers from 0 to 255, not normalised")
-        _check_positions(float_records, size)
-        # The records of SIFT have descriptors of integers.
-        records = np.empty(len(float_records), KEYPOINT)
-        records["descriptor"] = np.rint(rows)
-        for name in sift.GEOMETRY:
-            records[name] = float_records[name]
-        return cls(records, size)
+    def from_dict(cls, values: Mapping[str, Any], image_size: Tuple[int, int]) -> Features:
+        """Create features of another extractor than SIFT, in the same order.
+
+        Args:
+            values: arrays by name, or tensors on the CPU: `keypoints` (N, 2) px, `scores` (N,),
+                `descriptors` (N, D) float32 of any length, and both or neither of `scales` (N,) px
+                and `oris` (N,) degrees.
+            image_size: (width, height) of the image in px.
+
+        Raises:
+            RequestError: For a wrong shape, type or range.
+        """
+        keys = ["keypoints", "scores", "descriptors"]
+        keys += [key for key in ("scales", "oris") if key in values]
+        if len(keys) == 4:
+            raise RequestError("must have scales and oris, or neither")
+        try:
+            arrays = {key: np.asarray(values[key]) for key in keys}
+            descriptors = arrays["descriptors"]
+            count, _ = descriptors.shape
+            shapes = {"keypoints": (count, 2), "descriptors": descriptors.shape}
+            arrays = {
+                key: array.reshape(shapes.get(key, (count,))).astype(np.float32)
+                for key, array in arrays.items()
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            rule = "keypoints (N, 2), scores (N,) and descriptors (N, D)"
+            raise RequestError(f"must have {rule}: {error}") from error
+        # Bits in bytes, such as ORB's, would look like numbers.
+        if descriptors.dtype.kind != "f":
+            raise RequestError(f"descriptors of {descriptors.dtype}: must be float32")
+        for key, array in arrays.items():
+            if not np.isfinite(array).all():
+                raise RequestError(f"{key} must be finite")
+        zeros = np.zeros(count, np.float32)
+        scales = arrays.get("scales", zeros)
+        if (arrays["scores"] < 0).any() or ("scales" in arrays and (scales <= 0).any()):
+            raise RequestError("scores must be 0 or more, and scales above 0")
+        return cls(
+            arrays["keypoints"],
+            scales,
+            arrays.get("oris", zeros)[:, None],
+            arrays["scores"],
+            arrays["descriptors"][:, None],
+            tuple(image_size),
+        )
 
     @classmethod
     def of_colmap(
-        cls, keypoints: np.ndarray, descriptors: np.ndarray, size: Tuple[int, int]
+        cls, keypoints: np.ndarray, descriptors: np.ndarray, image_size: Tuple[int, int]
     ) -> Features:
         """Create features from those of a COLMAP database, in the same order, in stored pixels.
 
@@ -208,18 +204,18 @@ class Features(NamedTuple):
         keypoints get the typical one. Two orientations of a point are two keypoints.
 
         Args:
-            keypoints: (n, 4) x, y, sigma, radians, or (n, 6) x, y and the affine shape, from the
+            keypoints: (N, 4) x, y, sigma, radians, or (N, 6) x, y and the affine shape, from the
                 corner of the first pixel, as `pycolmap.Database.read_keypoints` returns them.
-            descriptors: (n, 128) uint8, RootSIFT times 512, as `read_descriptors(...).data` returns
+            descriptors: (N, 128) uint8, RootSIFT times 512, as `read_descriptors(...).data` returns
                 them.
-            size: (width, height) of the image in px.
+            image_size: (width, height) of the image in px.
 
         Raises:
             RequestError: For a wrong shape or range, such as a keypoint outside of the image.
         """
         keypoints = np.asarray(keypoints, np.float32)
         if keypoints.ndim != 2 or keypoints.shape[1] not in (4, 6):
-            raise RequestError(f"keypoints of shape {keypoints.shape}: must be (n, 4) or (n, 6)")
+            raise RequestError(f"keypoints of shape {keypoints.shape}: must be (N, 4) or (N, 6)")
         if keypoints.shape[1] == 4:
             sigma, angle = keypoints[:, 2:].T
         else:
@@ -227,176 +223,46 @@ class Features(NamedTuple):
             a11, a12, a21, a22 = keypoints[:, 2:].T
             sigma = (np.hypot(a11, a21) + np.hypot(a12, a22)) / 2
             angle = np.arctan2(a21, a11)
-        features = cls._from_sift(
+        features = _make_sift(
             keypoints[:, :2] - 0.5,  # COLMAP's coordinates start at a corner
             2 * sigma,  # OpenCV's size is a diameter
             np.rad2deg(angle) % 360,
             np.full(len(keypoints), TYPICAL_SCORE, np.float32),
             to_sift(np.asarray(descriptors) / np.float32(512)),
-            size,
+            image_size,
         )
         return features._replace(frame=STORED)
 
 
-# An image is a file, a PIL image, an array or a tensor. Arrays are as in OpenCV: uint8, (H, W) gray
-# or (H, W, 3) BGR. Tensors are as in torch, on any device: uint8 or float from 0 to 1, (H, W),
-# (1, H, W) or (1, 1, H, W) gray, (3, H, W) or (1, 3, H, W) RGB.
-Image = Union[str, Path, np.ndarray, torch.Tensor, PIL.Image.Image]
-
-
-def _check_positions(records: np.ndarray, size: Tuple[int, int]) -> None:
-    """Raise RequestError for a keypoint that lies outside of an image of `size` (width, height)."""
-    positions = sift.positions(records)
-    sides = np.array(size)
+def _make_sift(
+    keypoints: np.ndarray,
+    scales: np.ndarray,
+    oris: np.ndarray,
+    scores: np.ndarray,
+    descriptors: np.ndarray,
+    image_size: Tuple[int, int],
+) -> Features:
+    """Create features as `Features.of`, where keypoints may occur twice."""
+    if len(image_size) != 2 or min(image_size) < 1:
+        raise RequestError(f"size {image_size}: must be (width, height), 1 px or more")
+    values = {"keypoints": keypoints, "scales": scales, "oris": oris, "scores": scores}
+    values["descriptors"] = np.asarray(descriptors, np.float32)
+    features = Features.from_dict(values, image_size)
+    descriptors = features.descriptors
+    if len(descriptors):
+        if descriptors.shape[2] != SIFT_DIM:
+            raise RequestError(f"descriptors of {descriptors.shape[2]} entries: SIFT has 128")
+        if not (descriptors.min() >= 0 and 1 < descriptors.max() <= 255):
+            raise RequestError("descriptors must be whole numbers from 0 to 255, not normalized")
+    # Keypoints must lie in the image, up to a margin.
+    sides = np.array(image_size)
     margin = 0.5 + OUTSIDE * sides
+    positions = features.keypoints
     outside = ((positions < -margin) | (positions > sides - 1 + margin)).any(axis=1)
     if outside.any():
         x, y = positions[outside][0]
-        reason = f"outside of the image of {size[0]}x{size[1]} px"
+        reason = f"outside of the image of {sides[0]}x{sides[1]} px"
         fix = "give pixels, and (width, height) of the image in which they were found"
         raise RequestError(f"keypoints: {outside.sum()} lie {reason}, as ({x:g}, {y:g}); {fix}")
-
-
-def extract_features(
-    gray: np.ndarray,
-    max_keypoints: int,
-    resize: int = 0,
-    extractor: Callable[..., np.ndarray] = sift.extract,
-    masks: Sequence[np.ndarray] = (),
-    name: str = "an image",
-) -> Features:
-    """Extract the keypoints of an image, in its pixels.
-
-    Args:
-        gray: (H, W) uint8.
-        max_keypoints: maximum number of keypoints.
-        resize: longer side in px to which a larger image is reduced for the extractor. An image
-            below ENLARGED_TO is enlarged for it, but not above `resize`. With 0, the image stays as
-            it is.
-        extractor: a function that is called as `sift.extract`.
-        masks: (H, W) uint8 each, of any size. No keypoint lies where one of them is 0.
-        name: name of the image, for the warning about a picture without keypoints or with few gray
-            levels.
-    """
-    size = gray.shape[1::-1]
-    # The extractor sees a smaller or a larger image. The masks are resized to it.
-    seen = enlarge_image(reduce_image(gray, resize), min(ENLARGED_TO, resize))
-    detected_size = seen.shape[1::-1]
-    resized = [cv2.resize(mask, detected_size, interpolation=cv2.INTER_NEAREST) for mask in masks]
-    joined_mask = [np.minimum.reduce(resized)] if resized else []
-    records = extractor(seen, max_keypoints, *joined_mask)
-    features = Features(records, detected_size, detected_size=detected_size)
-    # Warn about a picture in which little can be found.
-    levels = count_gray_levels(seen)
-    if min(detected_size) < SLIM_PX and min(detected_size) <= min(size) / 2:
-        sizes = f"{size[0]}x{size[1]} px are reduced to {detected_size[0]}x{detected_size[1]}"
-        longer = math.ceil(max(size) * min(1.0, ENOUGH_PX / min(size)))
-        fix = f"use --resize {longer} (in Python resize={longer})"
-        logger.warning("%s: %d keypoints, since %s; %s", name, len(records), sizes, fix)
-    elif not len(records) or levels < FEW_LEVELS:
-        counts = f"{len(records)} keypoints, {levels} of 256 gray levels in use"
-        logger.warning("%s: %s%s", name, counts, ", a mask" if masks else "")
-    return features.resize(size)._replace(gray=reduce_image(gray, REFINED_AT * resize))
-
-
-def load_mask(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: int) -> np.ndarray:
-    """Read or check the mask of an image.
-
-    Args:
-        mask: a file with the mask of the stored pixels (`images.read_mask`), or an array (H, W)
-            that is 0 or False where pixels are left out.
-        size: (width, height) of the image in px.
-        turned: the EXIF orientation that was undone.
-
-    Returns:
-        (H, W) uint8, 0 where pixels are left out.
-
-    Raises:
-        RequestError: If the mask has another size, or cannot be read.
-    """
-    # A file belongs to the stored pixels, and an array to those of the caller.
-    if isinstance(mask, (str, Path)):
-        return read_mask(mask, size, turned)
-    mask = np.asarray(mask)
-    if mask.shape != (size[1], size[0]):
-        raise RequestError(f"a mask of shape {mask.shape}: the image has {(size[1], size[0])}")
-    return (mask != 0).astype(np.uint8)
-
-
-def enlarge_image(gray: np.ndarray, longer: int) -> np.ndarray:
-    """Enlarge gray pixels (H, W) to a longer side of `longer` px, at most ENLARGED_MOST times."""
-    times = min(longer / max(gray.shape), ENLARGED_MOST)
-    # A large image stays as it is.
-    if times <= 1:
-        return gray
-    size = two_view.reduced_size(gray.shape[1::-1], 1 / times)
-    return cv2.resize(gray, size, interpolation=cv2.INTER_CUBIC)
-
-
-def to_gray(
-    image: Union[np.ndarray, torch.Tensor, PIL.Image.Image],
-) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """Convert an image in memory to gray.
-
-    Returns:
-        The pixels (H, W) uint8, and the mask (H, W) uint8, which is 0 where a PIL image is
-        transparent. Other images have no mask, but None.
-
-    Raises:
-        RequestError: For pixels of another type or shape.
-    """
-    pixels, mask = _convert_to_opencv(image)
-    # Arrays of the user are checked here. The other types are right by now.
-    is_gray = pixels.ndim == 2
-    is_color = pixels.ndim == 3 and pixels.shape[-1] == 3
-    if pixels.dtype != np.uint8 or not (is_gray or is_color) or 0 in pixels.shape:
-        allowed = "must be uint8, (H, W) gray or (H, W, 3) BGR"
-        raise RequestError(f"an image of {pixels.dtype} {pixels.shape}: {allowed}")
-    return pixels if is_gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY), mask
-
-
-def load_photo(image: Image, frame: str) -> Photo:
-    """Read or convert an image, to draw coordinates of `frame` on it.
-
-    Arrays and tensors are assumed to be upright.
-
-    Raises:
-        RequestError: If it cannot be read.
-    """
-    if isinstance(image, (str, Path)):
-        return read_photo(image, frame)
-    return Photo(_convert_to_opencv(image)[0], np.eye(3))
-
-
-def _convert_to_opencv(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """Convert an `Image` to pixels in the layout of OpenCV, and to its mask.
-
-    Only a transparent PIL image has a mask.
-
-    Raises:
-        RequestError: For another type, for a PIL image that cannot be read, and for a tensor of
-            another shape or range.
-    """
-    if isinstance(image, np.ndarray):
-        return image, None
-    if isinstance(image, PIL.Image.Image):
-        return convert_pil(image)
-    if not isinstance(image, torch.Tensor):
-        allowed = "a file, a PIL image, an array or a tensor"
-        raise RequestError(f"an image of type {type(image).__name__}: must be {allowed}")
-    # Convert a tensor to uint8 if it is from 0 to 1, then to the axes of OpenCV.
-    image = image.detach().cpu()
-    if image.is_floating_point():
-        if not bool(((image >= 0) & (image <= 1)).all()):
-            raise RequestError(f"an image of {image.dtype}: floats must be from 0 to 1")
-        image = (image * 255).round().to(torch.uint8)
-    pixels = image.numpy()
-    if pixels.ndim == 4 and len(pixels) == 1:
-        pixels = pixels[0]
-    if pixels.ndim == 3 and len(pixels) in (1, 3):
-        # (3, H, W) RGB -> (H, W, 3) BGR; (1, H, W) -> (H, W)
-        pixels = pixels[0] if len(pixels) == 1 else pixels[::-1].transpose(1, 2, 0)
-    elif pixels.ndim != 2:
-        allowed = "(H, W), (1, H, W), (3, H, W) or (1, 3, H, W)"
-        raise RequestError(f"a tensor of shape {pixels.shape}: must be {allowed}")
-    return np.ascontiguousarray(pixels), None
+    descriptors = np.rint(descriptors).reshape(-1, 1, SIFT_DIM).astype(np.uint8)
+    return features._replace(descriptors=descriptors)

@@ -17,8 +17,9 @@ from typing import Tuple
 import numpy as np
 import torch
 
-from superglue_sift.features.extractors import descriptor_kind
-from superglue_sift.features.sift import ORIENTED, rank_keypoints, to_root_sift
+from superglue_sift.features.descriptors import to_root_sift
+from superglue_sift.features.features import Features
+from superglue_sift.features.sift import rank_keypoints
 from superglue_sift.matches import Matches
 
 RATIO = 0.8  # Maximum ratio of the distances to the nearest and the second nearest
@@ -31,17 +32,13 @@ ROUNDING = 1e-6  # Error of 1 - cosine, so that two copies of a descriptor are e
 SELECTING_RATIO = 0.95
 
 
-def unit_descriptors(records: np.ndarray) -> np.ndarray:
-    """Return the first descriptor of each keypoint, scaled to length 1.
+def unit_descriptors(features: Features) -> np.ndarray:
+    """Return the first descriptor of each keypoint, (N, D) float32 of length 1.
 
-    Args:
-        records: (n,) keypoints.
-
-    Returns:
-        (n, D) float32. For SIFT it is RootSIFT.
+    For SIFT it is RootSIFT.
     """
-    descriptors = records["descriptor"]
-    if descriptor_kind(records.dtype)[0] == "sift":
+    descriptors = features.descriptors[:, 0]
+    if features.is_sift:
         return to_root_sift(descriptors)
     return descriptors / np.maximum(np.linalg.norm(descriptors, axis=1, keepdims=True), 1e-12)
 
@@ -123,19 +120,19 @@ def distance_ratio(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.sqrt(nearer / farther)
 
 
-def match_by_ratio(records0: np.ndarray, records1: np.ndarray, ratio: float = RATIO) -> Matches:
+def match_by_ratio(features0: Features, features1: Features, ratio: float = RATIO) -> Matches:
     """Match the keypoints of two images by the ratio test in both directions.
 
     The score is one minus the larger ratio of both directions, so the order of the images does not
     matter. A keypoint with two orientations is matched by either.
 
     Args:
-        records0, records1: (M,) and (N,) keypoints of the images.
+        features0, features1: M and N keypoints of the images.
         ratio: the maximum ratio. With 1, all mutual nearest neighbours within MAX_DISTANCE are
             returned.
     """
-    descriptors0, keypoint0 = _describe_orientations(records0)
-    descriptors1, keypoint1 = _describe_orientations(records1)
+    descriptors0, keypoint0 = _describe_orientations(features0)
+    descriptors1, keypoint1 = _describe_orientations(features1)
     if min(len(descriptors0), len(descriptors1)) < 2:
         return Matches.none()
     nearest, cosine, second, rival = find_two_nearest(descriptors0, descriptors1)
@@ -147,18 +144,18 @@ def match_by_ratio(records0: np.ndarray, records1: np.ndarray, ratio: float = RA
     return keep_one_to_one(Matches(indices, 1.0 - ratios[passes]))
 
 
-def _describe_orientations(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Return a unit descriptor for each orientation of the keypoints (n,).
+def _describe_orientations(features: Features) -> Tuple[np.ndarray, np.ndarray]:
+    """Return a unit descriptor for each orientation of the keypoints.
 
     Returns:
         The descriptors (m, D) float32, and the index (m,) int64 of the keypoint of each.
     """
-    descriptors = unit_descriptors(records)
-    keypoint = np.arange(len(records))
-    if records.dtype == ORIENTED:
-        has_two = np.flatnonzero(records["second_descriptor"].any(axis=1))
-        second = to_root_sift(records["second_descriptor"][has_two])
-        descriptors = np.concatenate([descriptors, second])
+    descriptors = unit_descriptors(features)
+    keypoint = np.arange(len(descriptors))
+    if features.descriptors.shape[1] > 1:
+        second = features.descriptors[:, 1]
+        has_two = np.flatnonzero(second.any(axis=1))
+        descriptors = np.concatenate([descriptors, to_root_sift(second[has_two])])
         keypoint = np.concatenate([keypoint, has_two])
     return descriptors, keypoint
 
@@ -188,7 +185,7 @@ def find_one_to_one(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) ->
 
 
 def select_keypoints(
-    records0: np.ndarray, records1: np.ndarray, max_keypoints: int, mutual_matches: Matches
+    features0: Features, features1: Features, max_keypoints: int, mutual_matches: Matches
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Select the keypoints of a pair that the network gets.
 
@@ -197,20 +194,21 @@ def select_keypoints(
     ratio test matches with a generous limit (Lowe 2004, section 7.1), then those of highest rank.
 
     Args:
-        records0, records1: (M,) and (N,) keypoints.
+        features0, features1: M and N keypoints.
         max_keypoints: maximum number of keypoints that are selected in each image.
         mutual_matches: the matches of `match_by_ratio` with ratio 1.
 
     Returns:
         The indices (m,) and (n,) of the selected keypoints, ascending.
     """
-    if max(len(records0), len(records1)) <= max_keypoints:
-        return np.arange(len(records0)), np.arange(len(records1))
+    counts = len(features0.keypoints), len(features1.keypoints)
+    if max(counts) <= max_keypoints:
+        return np.arange(counts[0]), np.arange(counts[1])
     likely = mutual_matches.above(1.0 - SELECTING_RATIO)
     first = likely.indices[np.argsort(-likely.scores, kind="stable")[:max_keypoints]]
     selected = []
-    for records, matched in zip((records0, records1), first.T):
-        order = np.argsort(-rank_keypoints(records), kind="stable")
+    for features, matched in zip((features0, features1), first.T):
+        order = np.argsort(-rank_keypoints(features), kind="stable")
         # Fill up with the keypoints of highest rank.
         unmatched = order[~np.isin(order, matched)]
         selected.append(np.sort(np.concatenate([matched, unmatched])[:max_keypoints]))

@@ -24,27 +24,20 @@ from typing import Optional, Sequence, Tuple
 import cv2
 import numpy as np
 
-# x, y are in px, and the centre of the first pixel is 0. scale is the diameter of the neighbourhood
-# in px (OpenCV's `size`). angle is from 0 to 360 degrees, clockwise as seen on the screen. score is
-# the contrast of the extremum (OpenCV's `response`).
-GEOMETRY = ("x", "y", "scale", "angle", "score")
-KEYPOINT = np.dtype([*((name, "<f4") for name in GEOMETRY), ("descriptor", "u1", (128,))])
-# `extract` returns this dtype, which also has the second orientation of a point. Its descriptor is
-# zero if the point has one orientation.
-ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descriptor", "u1", (128,))])
+from superglue_sift.features.features import SIFT_DIM, Features
+from superglue_sift.geometry import two_view
 
-# Minimum `scale` in px. It belongs to sigma 1.6 of the doubled image, in the first of three layers,
+# Minimum scale in px. It belongs to sigma 1.6 of the doubled image, in the first of three layers,
 # half a layer below it.
 MIN_SCALE = 1.6 * 2 ** (1 / 6)
 
-TYPICAL_SCORE = 0.03  # Contrast of a typical keypoint, for keypoints whose contrast is not known
 CONTRAST = 0.0133  # Minimum contrast of a keypoint, a third of OpenCV's default
 # Increase this number when the same image gives other keypoints. Features and stores made with
 # another number are then made again.
 VERSION = "2"
 
 
-def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = None) -> np.ndarray:
+def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = None) -> Features:
     """Extract the SIFT keypoints of highest rank (`rank_keypoints`) of an image.
 
     Args:
@@ -53,88 +46,86 @@ def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = N
         mask: (H, W) uint8. No keypoint lies at a pixel where it is 0.
 
     Returns:
-        (n,) records of dtype ORIENTED, n <= max_keypoints, at distinct positions, by decreasing
-        rank. The first orientation of a keypoint has the smaller angle. An image without structure
-        gives (0,). Equal input gives equal bytes.
+        At most `max_keypoints` keypoints with two orientations (`Features`), at distinct positions,
+        by decreasing rank. The first orientation of a keypoint has the smaller angle. An image
+        without structure gives none. Equal input gives equal bytes.
     """
     points = make_detector().detect(gray, mask)
-    values = to_geometry_records(points)
+    values = [(*point.pt, point.size, point.angle, point.response) for point in points]
+    # Columns x, y, scale, orientation, score
+    values = np.array(values, np.float32).reshape(-1, 5)
     # Keep one keypoint for each position. In this order the orientations of a point follow each
     # other, so a second orientation is the next entry, if that has the same geometry.
-    order, first = _sort_by_position(values)
+    order, first = _sort_by_position(values[:, :2], *values[:, 2:].T)
     second = order[np.minimum(first + 1, max(len(order) - 1, 0))]
     first = order[first]
-    same = [values[name][first] == values[name][second] for name in ("x", "y", "scale", "score")]
-    has_second = np.logical_and.reduce([*same, first != second])
+    unlike_orientation = [0, 1, 2, 4]
+    is_same = values[first][:, unlike_orientation] == values[second][:, unlike_orientation]
+    has_second = is_same.all(axis=1) & (first != second)
     # Keep the best keypoints.
     best = values[first]
-    rows = _find_highest(best["score"] * best["scale"], best, max_keypoints)
+    scales, scores = best[:, 2], best[:, 4]
+    rows = _find_highest(scores * scales, best[:, :2], scales, max_keypoints)
     first = first[rows]
     has_second = has_second[rows]
     second = second[rows][has_second]
 
-    records = np.zeros(len(rows), ORIENTED)
-    for name in GEOMETRY:
-        records[name] = values[name][first]
-    records["second_angle"][has_second] = values["angle"][second]
+    oris = np.zeros((len(rows), 2), np.float32)
+    oris[:, 0] = values[first, 3]
+    oris[has_second, 1] = values[second, 3]
     # Describe both orientations of all keypoints in one call.
-    descriptors = _describe(gray, [points[index] for index in [*first, *second]])
-    records["descriptor"] = descriptors[: len(first)]
-    records["second_descriptor"][has_second] = descriptors[len(first) :]
-    return records
+    rows_of_both = _describe(gray, [points[index] for index in [*first, *second]])
+    descriptors = np.zeros((len(rows), 2, SIFT_DIM), np.uint8)
+    descriptors[:, 0] = rows_of_both[: len(first)]
+    descriptors[has_second, 1] = rows_of_both[len(first) :]
+    best = best[rows]
+    size = gray.shape[1::-1]
+    return Features(best[:, :2], best[:, 2], oris, best[:, 4], descriptors, size, sift_scale=1.0)
 
 
-def rank_keypoints(records: np.ndarray) -> np.ndarray:
-    """Return the rank of keypoints, (n,) float32. Those of highest rank are kept, and come first.
+def rank_keypoints(features: Features) -> np.ndarray:
+    """Return the rank of keypoints, (N,) float32. Those of highest rank are kept, and come first.
 
     For SIFT it is response times scale, since large keypoints are found again more often. For other
     extractors it is the score.
     """
-    is_sift = records.dtype in (KEYPOINT, ORIENTED)
     # A product in float32 has the same bits on every processor.
-    return records["score"] * records["scale"] if is_sift else records["score"]
+    return features.scores * features.scales if features.is_sift else features.scores
 
 
-def keep_strongest(records: np.ndarray, max_keypoints: int) -> np.ndarray:
+def keep_strongest(features: Features, max_keypoints: int) -> Features:
     """Keep the keypoints of highest rank (`rank_keypoints`), in this order.
 
     If several keypoints have one position, only the keypoint with the highest score is kept.
 
     Args:
-        records: (n,) keypoints.
+        features: the keypoints.
         max_keypoints: how many are kept at most.
     """
-    order, first = _sort_by_position(records)
-    distinct = records[order[first]]
-    return distinct[_find_highest(rank_keypoints(distinct), distinct, max_keypoints)]
+    columns = features.keypoints, features.scales, features.oris[:, 0], features.scores
+    order, first = _sort_by_position(*columns)
+    distinct = features.select(order[first])
+    ranks = rank_keypoints(distinct)
+    return distinct.select(_find_highest(ranks, distinct.keypoints, distinct.scales, max_keypoints))
 
 
-def positions(records: np.ndarray) -> np.ndarray:
-    """Return the positions (n, 2) float32 px of keypoint records (n,)."""
-    return np.stack([records["x"], records["y"]], axis=-1)
+def estimate_sift_scale(features: Features, resize: int) -> float:
+    """Return px of the image that SIFT saw per px of the image, also if that is not known.
 
+    For keypoints of your own, it is that of an image which `resize` reduces. But SIFT detects no
+    keypoint below MIN_SCALE. If `resize` would make a keypoint smaller than this, your SIFT saw a
+    larger image.
 
-def to_root_sift(descriptors: np.ndarray) -> np.ndarray:
-    """Convert SIFT descriptors (n, 128) to RootSIFT (Arandjelovic 2012).
-
-    Returns:
-        (n, 128) float32 of length 1. Zeros stay zeros. The bytes are the same on every machine.
+    Args:
+        features: the keypoints.
+        resize: longer side in px to which images are reduced, or 0 for images in full size.
     """
-    values = descriptors.astype(np.float32)
-    return np.sqrt(values / np.maximum(values.sum(axis=1, keepdims=True), 1.0))
-
-
-def to_sift(descriptors: np.ndarray) -> np.ndarray:
-    """Convert RootSIFT (n, 128), from 0 to 1, to SIFT from 0 to 255. Return SIFT unchanged.
-
-    RootSIFT is the square root of SIFT divided by its sum. OpenCV scales SIFT to a length of 512.
-    """
-    values = np.asarray(descriptors, np.float32)
-    if not values.size or values.max() > 1.0 + 1e-3:
-        return values
-    squares = np.square(values)
-    length = np.maximum(np.linalg.norm(squares, axis=1, keepdims=True), 1e-12)
-    return np.minimum(np.rint(512.0 * squares / length), 255.0)
+    if features.sift_scale is not None:
+        return features.sift_scale
+    factor = two_view.reduction_factor(features.image_size, resize)
+    if features.is_sift and len(features.scales):
+        factor = max(1.0, min(factor, float(features.scales.min()) / MIN_SCALE))
+    return 1.0 / factor
 
 
 @functools.lru_cache(maxsize=1)
@@ -143,16 +134,10 @@ def make_detector() -> cv2.SIFT:
     return cv2.SIFT.create(contrastThreshold=CONTRAST, enable_precise_upscale=True)
 
 
-def to_geometry_records(points: Sequence[cv2.KeyPoint]) -> np.ndarray:
-    """Return the GEOMETRY of OpenCV's keypoints as records (n,)."""
-    values = [(*point.pt, point.size, point.angle, point.response) for point in points]
-    return np.array(values, [(name, np.float32) for name in GEOMETRY])
-
-
 def _describe(gray: np.ndarray, points: Sequence[cv2.KeyPoint]) -> np.ndarray:
     """Compute the descriptors (n, 128) float32 of keypoints, as `detectAndCompute` returns them."""
     if not points:
-        return np.empty((0, 128), np.float32)
+        return np.empty((0, SIFT_DIM), np.float32)
     # OpenCV doubles the image only if there is a keypoint of octave -1, so one is added, and its
     # descriptor is dropped. Its lowest byte is the octave, where 255 means -1, and the next byte is
     # the layer 1.
@@ -160,23 +145,27 @@ def _describe(gray: np.ndarray, points: Sequence[cv2.KeyPoint]) -> np.ndarray:
     return make_detector().compute(gray, [*points, doubled])[1][:-1]
 
 
-def _find_highest(ranks: np.ndarray, records: np.ndarray, count: int) -> np.ndarray:
+def _find_highest(
+    ranks: np.ndarray, keypoints: np.ndarray, scales: np.ndarray, count: int
+) -> np.ndarray:
     """Find the `count` highest ranks (n,); return their indices.
 
-    The scales and positions of `records` (n,) decide between equal ranks.
+    The scales and positions of the keypoints decide between equal ranks.
     """
-    return np.lexsort((records["x"], records["y"], -records["scale"], -ranks))[:count]
+    return np.lexsort((keypoints[:, 0], keypoints[:, 1], -scales, -ranks))[:count]
 
 
-def _sort_by_position(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Sort (n,) records by position, and at each position by falling score.
+def _sort_by_position(
+    keypoints: np.ndarray, scales: np.ndarray, oris: np.ndarray, scores: np.ndarray
+) -> Tuple[np.ndarray, np.ndarray]:
+    """Sort n keypoints by position, and at each position by falling score.
 
     Returns:
         The order (n,), and where in it each position begins.
     """
-    falling = -records["scale"], -records["score"]
-    order = np.lexsort((records["angle"], *falling, records["x"], records["y"]))
-    sorted_positions = positions(records[order])
+    x, y = keypoints.T
+    order = np.lexsort((oris, -scales, -scores, x, y))
+    sorted_positions = keypoints[order]
     begins = np.ones(len(order), bool)
     begins[1:] = (sorted_positions[1:] != sorted_positions[:-1]).any(axis=1)
     return order, np.flatnonzero(begins)

@@ -10,15 +10,16 @@ import functools
 import hashlib
 import io
 from pathlib import Path
-from typing import Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
 
 from superglue_sift import __version__
 from superglue_sift.errors import RequestError
+from superglue_sift.features.extraction import REFINED_AT
 from superglue_sift.features.extractors import SIFT
-from superglue_sift.features.features import REFINED_AT, Features
+from superglue_sift.features.features import Features
 from superglue_sift.features.images import decode_gray, read_bytes, reduce_image
 from superglue_sift.features.photo_folder import find_mask
 from superglue_sift.files import FileName, name_below, write_atomic
@@ -26,12 +27,10 @@ from superglue_sift.matcher import Matcher
 
 MAX_FEATURES = 256  # Number of photographs whose features stay in memory
 MAX_GRAYS = 32  # Number of photographs whose pixels stay in memory
+# Attributes of `Features` that a file holds
 ARRAYS = (
-    "records",
-    "size",
-    "turned",
-    "detected_size",
-)  # Attributes of `Features` that a file holds
+    "keypoints", "scales", "oris", "scores", "descriptors", "image_size", "turned", "sift_scale"
+)  # fmt: skip
 
 
 def read_npz(path: FileName) -> Optional[Dict[str, np.ndarray]]:
@@ -77,11 +76,10 @@ class FeatureStore:
         self.root = root
         extractor = matcher.extractor or SIFT
         self.is_sift = extractor.name == SIFT.name
-        self._dtype = extractor.dtype
         self._settings = (
             f"{matcher.max_keypoints} {matcher.resize} {matcher.frame}"
             f" {__version__} {cv2.__version__}"
-            f" {extractor.name}{extractor.code} {extractor.dtype.descr}"
+            f" {extractor.name}{extractor.code} {ARRAYS}"
         )
         self._digests: Dict[PhotoFile, str] = {}
         # Pixels of photographs whose features were extracted, until `_pixels` takes them
@@ -158,11 +156,13 @@ class FeatureStore:
         arrays = read_npz(path)
         if arrays is None or not arrays.keys() >= set(ARRAYS):
             return None
-        if arrays["records"].dtype != self._dtype:
-            return None
-        size, detected_size = (tuple(arrays[name].tolist()) for name in ("size", "detected_size"))
-        features = Features(arrays["records"], size, detected_size=detected_size)
-        return features._replace(frame=self.matcher.frame, turned=int(arrays["turned"]))
+        values: Dict[str, Any] = {name: arrays[name] for name in ARRAYS}
+        values.update(
+            image_size=tuple(arrays["image_size"].tolist()),
+            turned=int(arrays["turned"]),
+            sift_scale=float(arrays["sift_scale"]),
+        )
+        return Features(**values, frame=self.matcher.frame)
 
     def _read_pixels(self, photo: PhotoFile) -> np.ndarray:
         """Return the gray pixels (H, W) uint8 for refinement, reduced as in `extract_features`."""

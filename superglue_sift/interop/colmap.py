@@ -23,10 +23,9 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import numpy as np
 
 from superglue_sift.errors import RequestError, import_extra
-from superglue_sift.features.extractors import descriptor_kind
+from superglue_sift.features.descriptors import to_root_sift
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import invert_orientation, map_to_upright
-from superglue_sift.features.sift import to_root_sift
 from superglue_sift.features.store import FeatureStore, PhotoFile
 from superglue_sift.files import name_below, replace_file, resolve_link
 from superglue_sift.geometry import two_view
@@ -157,14 +156,14 @@ def _import_photographs(database: Path, root: Path, names: List[str], mode: str)
 def _write_keypoints(database: Any, name: str, features: Features) -> ImageEntry:
     """Write the keypoints of an image, and its descriptors if they are SIFT; return its entry."""
     image = database.read_image_with_name(name)
-    to_stored = map_to_upright(invert_orientation(features.turned), features.size)
+    to_stored = map_to_upright(invert_orientation(features.turned), features.image_size)
     points = two_view.transform(features.keypoints.astype(np.float64), to_stored)
     # The center of the first pixel is (0, 0) here, and (0.5, 0.5) in COLMAP.
     points = points.astype(np.float32) + np.float32(CENTER)
     database.write_keypoints(image.image_id, points)
-    if descriptor_kind(features.records.dtype)[0] == "sift":
+    if features.is_sift:
         # COLMAP keeps its own SIFT as RootSIFT in bytes.
-        roots = to_root_sift(features.records["descriptor"])
+        roots = to_root_sift(features.descriptors[:, 0])
         rows = np.minimum(np.rint(512.0 * roots), 255).astype(np.uint8)
         sift = _pycolmap().FeatureExtractorType.SIFT
         descriptors = _pycolmap().FeatureDescriptors(sift, rows)
@@ -216,7 +215,7 @@ def refine_keypoints(
         for result, (photo0, photo1, _) in zip(shown, pairs)
         if result.deviations is not None
     )
-    factors = [_limit_factor(store(photo).size) for photo in numbers]
+    factors = [_limit_factor(store(photo).image_size) for photo in numbers]
     return dict(zip(numbers, refine_tracks(list(keypoints.values()), refined_pairs, factors)))
 
 
@@ -330,6 +329,6 @@ class DatabaseFeatures:
             raise RequestError(f"keypoints without scale and orientation; {EXTRACT_FIRST}")
         features = Features.of_colmap(keypoints, descriptors.data, (camera.width, camera.height))
         # The rows of the largest keypoints in the database
-        order = np.argsort(-features.records["scale"], kind="stable")[: self.max_keypoints]
+        order = np.argsort(-features.scales, kind="stable")[: self.max_keypoints]
         entry = image.image_id, camera, keypoints[:, :2].astype(np.float64)
         return features.select(order), order, entry

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from superglue_sift.errors import RequestError
-from superglue_sift.features.extractors import descriptor_kind
-from superglue_sift.features.features import Features
-from superglue_sift.features.sift import GEOMETRY, TYPICAL_SCORE, to_root_sift, to_sift
+from superglue_sift.features.descriptors import to_root_sift, to_sift
+from superglue_sift.features.features import TYPICAL_SCORE, Features
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
 
@@ -45,9 +44,11 @@ def from_dmatches(
 
 
 def to_keypoints(features: Features) -> List[cv2.KeyPoint]:
-    """Convert to OpenCV's keypoints, in the same order."""
+    """Convert to OpenCV's keypoints with their first orientation, in the same order."""
+    columns = features.keypoints, features.scales, features.oris[:, 0], features.scores
     return [
-        cv2.KeyPoint(*(float(record[name]) for name in GEOMETRY)) for record in features.records
+        cv2.KeyPoint(*map(float, (x, y, scale, ori, score)))
+        for (x, y), scale, ori, score in zip(*columns)
     ]
 
 
@@ -64,19 +65,18 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
     Raises:
         RequestError: For other features than SIFT.
     """
-    records = features.records
-    if descriptor_kind(records.dtype)[0] != "sift":
+    if not features.is_sift:
         raise RequestError(
             "LightGlue and hloc: only SIFT features can be converted, these are others"
         )
     # Convert to RootSIFT and radians. Scales stay diameters in pixels.
     values = {
         "keypoints": features.keypoints,
-        "keypoint_scores": records["score"],
-        "descriptors": to_root_sift(records["descriptor"]),
-        "scales": records["scale"],
-        "oris": np.deg2rad(records["angle"]),
-        "image_size": np.array(features.size),
+        "keypoint_scores": features.scores,
+        "descriptors": to_root_sift(features.descriptors[:, 0]),
+        "scales": features.scales,
+        "oris": np.deg2rad(features.oris[:, 0]),
+        "image_size": np.array(features.image_size),
     }
     return {
         name: torch.from_numpy(np.array(value, np.float32))[None] for name, value in values.items()

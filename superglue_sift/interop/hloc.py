@@ -65,12 +65,12 @@ def write_features(path: FileName, name: str, features: Features) -> None:
     data = convert.to_lightglue(features)
     arrays = {
         "keypoints": features.keypoints,
-        "scores": features.records["score"],
+        "scores": features.scores,
         "descriptors": data["descriptors"][0].numpy().T,
-        "scales": features.records["scale"] / 2,
-        "oris": features.records["angle"],
+        "scales": features.scales / 2,
+        "oris": features.oris[:, 0],
         # Whole numbers, since hloc creates tensors of this size
-        "image_size": np.array(features.size),
+        "image_size": np.array(features.image_size),
     }
     _write_arrays(path, Path(name).as_posix(), arrays)
 

@@ -6,19 +6,19 @@ The loss, validation and evaluation share this definition of a correct match.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from superglue_sift.features.features import Features
 from superglue_sift.geometry.two_view import transform
-from superglue_sift.network.batch import PairBatch
+from superglue_sift.network.batch import get_mask
 from superglue_sift.torch_compat import sqrt
 
 UNMATCHED = -1  # the keypoint has no match and belongs in the dustbin
-# The keypoint does not count: its nearest neighbour is too near for UNMATCHED, and too far for a
-# match.
+# Ignored: the error lies between the two thresholds.
 IGNORED = -2
 MAX_ERROR_BYTES = 256 << 20  # maximum memory for the errors of all pairs of keypoints
 FAR = 1e38  # px; the square of this distance is infinite
@@ -48,7 +48,7 @@ def _compute_squared_distances(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _is_inside_cell(points: Tensor, cell: Tensor) -> Tensor:
-    """Say whether points lie in the photograph of a cell (`PairBatch.cells`).
+    """Return whether points lie in the photograph of a cell.
 
     Args:
         points: (..., N, 2) px.
@@ -63,35 +63,55 @@ def _is_inside_cell(points: Tensor, cell: Tensor) -> Tensor:
 
 
 def find_true_matches(
-    batch: PairBatch, positive_px: float = 3.0, negative_px: float = 5.0
+    images0: Features,
+    images1: Features,
+    H_0to1: Tensor,
+    cells: Optional[Tensor] = None,
+    positive_px: float = 3.0,
+    negative_px: float = 5.0,
 ) -> Truth:
-    """Find the true matches of a batch from its homographies.
+    """Find the true matches of B pairs from their homographies.
 
     Keypoints match if they are mutual nearest neighbours and closer than `positive_px`. Other
     keypoints are unmatched if they lie outside the other view, or `negative_px` or more from their
-    nearest neighbour. All others are ignored. Where a view also shows other photographs
-    (`PairBatch.cells`), their keypoints have no neighbours.
+    nearest neighbour. All others are ignored. Where a view also shows other photographs (`cells`),
+    their keypoints have no neighbours.
 
     Args:
-        batch: the pairs, with `H_0to1`.
+        images0, images1: the images of the pairs, with M and N keypoints.
+        H_0to1: (B, 3, 3) float64, maps pixels of image 0 to image 1.
+        cells: (B, 2, 3, 3) float64, maps pixels of image 0 and of image 1 to the unit square of the
+            photograph that both show. Other photographs may lie outside the square. If None, each
+            image shows one photograph only.
         positive_px: maximum error of a match, the larger one of both directions, in px.
         negative_px: minimum distance from an unmatched keypoint to its nearest neighbour, in px.
 
     Returns:
         For each keypoint, (B, M) and (B, N), the index of its match, UNMATCHED or IGNORED.
+
+    Example:
+        >>> import numpy as np
+        >>> from superglue_sift.network.batch import make_batch
+        >>> one = np.ones(2)
+        >>> places = np.array([[10.0, 0.0], [20.0, 0.0]])
+        >>> image = Features.of(places, one, one, one, np.full((2, 128), 9), (320, 240))
+        >>> images0, images1 = make_batch([image]), make_batch([image.select(slice(1))])
+        >>> find_true_matches(images0, images1, torch.eye(3)[None]).matches0
+        tensor([[ 0, -1]])
     """
-    masks = batch.masks
+    masks = get_mask(images0), get_mask(images1)
+    device = H_0to1.device
     M, N = (mask.shape[1] for mask in masks)
     W = max(M, N)
     # (B, M) and (B, N) -> (2, B, W)
     padded = ~torch.stack([pad(mask, (0, W - mask.shape[1])) for mask in masks])
-    points, mapped, inside = _map_keypoints(batch, padded)
+    points, mapped, inside = _map_keypoints(images0, images1, H_0to1, cells, padded)
     # Find the nearest neighbour of each keypoint in the other view, (2, B, W).
-    error = torch.empty(inside.shape, dtype=torch.float32, device=batch.device)
-    nearest = torch.zeros(inside.shape, dtype=torch.int64, device=batch.device)
+    error = torch.empty(inside.shape, dtype=torch.float32, device=device)
+    nearest = torch.zeros(inside.shape, dtype=torch.int64, device=device)
     # On a CPU, take one pair at a time, so that its errors stay in the cache.
-    pairs = 1 if batch.device.type == "cpu" else max(1, MAX_ERROR_BYTES // (4 * M * N))
-    for start in range(0, len(batch), pairs):
+    pairs = 1 if device.type == "cpu" else max(1, MAX_ERROR_BYTES // (4 * M * N))
+    for start in range(0, len(H_0to1), pairs):
         rows = slice(start, start + pairs)
         # (b, M, N) px^2: the error of two keypoints is the larger one of both directions.
         squared = _compute_squared_distances(mapped[0, rows, :M], points[1, rows, :N])
@@ -103,7 +123,7 @@ def find_true_matches(
     error = sqrt(error)
     # Decide for each keypoint: match, unmatched or ignored. Two keypoints are mutual nearest
     # neighbours if the nearest neighbour of the nearest neighbour is the keypoint itself.
-    itself = torch.arange(W, device=batch.device)
+    itself = torch.arange(W, device=device)
     positive = (nearest.flip(0).gather(-1, nearest) == itself) & (error < positive_px)
     matches = torch.full_like(nearest, UNMATCHED).masked_fill_(
         (error < negative_px) & inside, IGNORED
@@ -112,14 +132,16 @@ def find_true_matches(
     return Truth(matches[0, :, :M], matches[1, :, :N])
 
 
-def _map_keypoints(batch: PairBatch, padded: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+def _map_keypoints(
+    images0: Features, images1: Features, H_0to1: Tensor, cells: Optional[Tensor], padded: Tensor
+) -> Tuple[Tensor, Tensor, Tensor]:
     """Map the keypoints of each view to the other view.
 
     Padding, keypoints of other photographs, and points on the horizon get positions that are far
     from all keypoints.
 
     Args:
-        batch: the pairs, with `H_0to1`.
+        images0, images1, H_0to1, cells: as for `find_true_matches`.
         padded: (2, B, W) bool, True for padding. W is the larger of M and N.
 
     Returns:
@@ -128,8 +150,7 @@ def _map_keypoints(batch: PairBatch, padded: Tensor) -> Tuple[Tensor, Tensor, Te
         - their positions in the other view, (2, B, W, 2) float32 px,
         - whether the other view shows them, (2, B, W) bool.
     """
-    assert batch.H_0to1 is not None
-    H = batch.H_0to1.double()
+    H = H_0to1.double()
     # Invert by cross products, as `two_view.inverse` does. There is no check for singular matrices,
     # since on a GPU it would wait for the device.
     cofactors = torch.cross(H.roll(-1, -2), H.roll(-2, -2), dim=-1)
@@ -137,15 +158,15 @@ def _map_keypoints(batch: PairBatch, padded: Tensor) -> Tuple[Tensor, Tensor, Te
     back = (cofactors / determinants).transpose(-1, -2)
     # (B, M, 2) and (B, N, 2) -> (2, B, W, 2)
     W = padded.shape[2]
-    both = (batch.keypoints0, batch.keypoints1)
+    both = (images0.keypoints, images1.keypoints)
     points = torch.stack([pad(xy, (0, 0, 0, W - xy.shape[1])) for xy in both])
     mapped = transform(points.double(), torch.stack([H, back]))
     # (B, 2) -> (2, B, 1, 2): the size of the other view
-    sizes = torch.stack([batch.image_size1, batch.image_size0]).double().unsqueeze(2)
+    sizes = torch.stack([images1.image_size, images0.image_size]).double().unsqueeze(2)
     inside = ((mapped >= -0.5) & (mapped <= sizes - 0.5)).all(-1)  # (2, B, W)
     is_isolated = padded
-    if batch.cells is not None:
-        cells = batch.cells.transpose(0, 1)  # (2, B, 3, 3)
+    if cells is not None:
+        cells = cells.transpose(0, 1)  # (2, B, 3, 3)
         is_isolated = padded | ~_is_inside_cell(points, cells)
         inside &= _is_inside_cell(mapped, cells.flip(0))
     # Points on the horizon are nan. The mapped positions become infinite and the keypoints FAR,

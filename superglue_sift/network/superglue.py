@@ -40,23 +40,25 @@ import contextlib
 import dataclasses
 import functools
 import math
-from typing import Any, ContextManager, List, Optional, Sequence, Tuple
+from typing import Any, ContextManager, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.features.sift import TYPICAL_SCORE
+from superglue_sift.features.features import TYPICAL_SCORE, Features
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import (
+    MAX_PADDING,
+    FeaturePair,
     Images,
-    KeypointTensors,
-    Pair,
-    PairBatch,
     choose_orientations,
-    from_pairs,
+    group_similar_sizes,
     join_keypoints,
+    make_batch,
+    map_tensors,
     normalize_descriptors,
+    pad_images,
     round_up_keypoints,
 )
 from superglue_sift.network.perceptron import FLOAT32, MLP, NORMS
@@ -68,7 +70,6 @@ from superglue_sift.torch_compat import (
     sqrt,
 )
 
-SIFT_DIM = 128
 # Hidden layers of the keypoint encoder (appendix, "keypoint encoder")
 ENCODER_WIDTHS = (32, 64, 128, 256)
 
@@ -156,56 +157,46 @@ class SuperGlue(nn.Module):
         self.dustbin = nn.Parameter(torch.tensor(SHARPNESS * DOUBTFUL_COSINE, **FLOAT32))
         self._initialize_as_identity()
 
-    def forward(self, batch: PairBatch) -> Tensor:
+    def forward(self, images0: Features, images1: Features) -> Tensor:
         """Compute the log assignment of each pair.
 
         Args:
-            batch: B pairs with M and N keypoints.
+            images0, images1: the images of B pairs with M and N keypoints (`batch.make_batch`).
 
         Returns:
             (B, M + 1, N + 1) float32. The last row and column are the dustbins. exp() of an entry
             is the probability of that match. It is 0 for padding.
 
         Example:
-            Image 1 shows the five keypoints of image 0 in another order, and 9 px to the right.
+            Match keypoints of OpenCV's SIFT. Image 1 lacks the left 40 columns of image 0.
 
-            >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
-            <torch._C.Generator object at ...>
-            >>> keypoints = 200 * torch.rand(1, 5, 2)
-            >>> descriptors = torch.randint(256, (1, 5, 128), dtype=torch.uint8)
-            >>> ones = torch.ones(1, 5)
-            >>> order = torch.tensor([3, 1, 4, 0, 2])
-            >>> batch = PairBatch(
-            ...     keypoints0=keypoints,
-            ...     keypoints1=keypoints[:, order] + torch.tensor([9.0, 0.0]),
-            ...     descriptors0=descriptors,
-            ...     descriptors1=descriptors[:, order],
-            ...     scales0=4 * ones,
-            ...     scales1=4 * ones,
-            ...     oris0=90 * ones,
-            ...     oris1=90 * ones,
-            ...     scores0=0.03 * ones,
-            ...     scores1=0.03 * ones,
-            ...     image_size0=torch.tensor([[320.0, 240.0]]),
-            ...     image_size1=torch.tensor([[320.0, 240.0]]),
-            ... )
-            >>> log_P = SuperGlue()(batch)
-            >>> log_P.shape
-            torch.Size([1, 6, 6])
+            >>> import cv2
+            >>> from skimage import data
+            >>> images = []
+            >>> for gray in (data.camera(), data.camera()[:, 40:]):
+            ...     points, descriptors = cv2.SIFT.create(300).detectAndCompute(gray, None)
+            ...     values = np.array([(*p.pt, p.size, p.angle, p.response) for p in points])
+            ...     geometry = values[:, :2], *values[:, 2:].T
+            ...     features = Features.of(*geometry, descriptors, gray.shape[1::-1])
+            ...     images.append(make_batch([features]))
+            >>> log_P = SuperGlue().eval()(*images)
             >>> matches0, scores0, matches1, scores1 = mutual_matches(log_P)
-            >>> matches0  # Index of the match in image 1 of each keypoint of image 0
-            tensor([[3, 1, 4, 0, 2]])
+            >>> is_matched = matches0[0] >= 0
+            >>> points0 = images[0].keypoints[0, is_matched]
+            >>> points1 = images[1].keypoints[0, matches0[0, is_matched]]
+            >>> (points1 - points0).median(0).values.round()
+            tensor([-40.,   0.])
         """
-        log_P, _ = self.assign([batch])
+        log_P, _ = self.assign([(images0, images1)])
         return log_P[0]
 
     def assign(
-        self, batches: Sequence[PairBatch], wait: bool = True, precision: str = "float32"
+        self, batches: Sequence[FeaturePair], wait: bool = True, precision: str = "float32"
     ) -> Tuple[List[Tensor], Tensor]:
         """Compute the log assignments of several batches, whose sizes may differ.
 
         Args:
-            batches: the pairs, for instance by `PairBatch.split_by_size`.
+            batches: the images 0 and the images 1 of each batch of pairs.
             wait: whether pairs that overflow are computed again in the log domain
                 (`sinkhorn.log_optimal_transport`).
             precision: precision of the layers while training, by autocast: float32, bfloat16 or
@@ -214,17 +205,18 @@ class SuperGlue(nn.Module):
         Returns:
             log P (B, M + 1, N + 1) of each batch, and (pairs,) bool, whether each pair is finite.
         """
-        keypoints, images = join_keypoints([choose_orientations(batch) for batch in batches])
+        keypoints, images = join_keypoints([choose_orientations(*batch) for batch in batches])
         descriptors = self.compute_descriptors(keypoints, images, precision)
         return self.transport(descriptors, images, wait)
 
     def compute_descriptors(
-        self, keypoints: KeypointTensors, images: Images, precision: str = "float32"
+        self, keypoints: Features, images: Images, precision: str = "float32"
     ) -> Tensor:
         """Compute the matching descriptors (T, D) of all keypoints (equations 2 to 6).
 
         Args:
-            keypoints: the keypoints of several batches, (T, ...), from `join_keypoints`.
+            keypoints: the keypoints of several batches, (T, ...), with one orientation, from
+                `join_keypoints`.
             images: their images, from the same function.
             precision: precision of the layers while training, by autocast: float32, bfloat16 or
                 float16.
@@ -233,7 +225,7 @@ class SuperGlue(nn.Module):
         dtype = self.dustbin.dtype
         # Equation 2: the first state of each keypoint
         geometry = encode_geometry(keypoints, config.scale_angle)  # (T, 3 or 6)
-        descriptors = normalize_descriptors(keypoints.descriptors, config.descriptor)
+        descriptors = normalize_descriptors(keypoints.descriptors[:, 0], config.descriptor)
         inputs = [geometry]
         if config.neighbours:
             inputs.append(compute_neighbour_features(descriptors, geometry, images))  # (T, 8)
@@ -341,7 +333,7 @@ def _make_keypoint_encoder(config: SuperGlueConfig) -> MLP:
     return MLP(*layers, nn.Linear(width, config.dim, **FLOAT32))
 
 
-def encode_geometry(keypoints: KeypointTensors, scale_angle: bool) -> Tensor:
+def encode_geometry(keypoints: Features, scale_angle: bool) -> Tensor:
     """Encode keypoints as numbers of order one, which are the inputs of the encoder.
 
     Args:
@@ -353,7 +345,7 @@ def encode_geometry(keypoints: KeypointTensors, scale_angle: bool) -> Tensor:
         Without `scale_angle`, (T, 3) with position and log score.
     """
     # Positions are relative to the centre of the image, and from -1 to 1 along its longer side.
-    # Pairs that were added by `PairBatch.pad` have images of size 0.
+    # Images that were added by `pad_images` have size 0.
     size = keypoints.image_size
     longer = size.amax(-1, keepdim=True).clamp(min=1.0)
     position = (keypoints.keypoints - (size - 1) / 2) / (longer / 2)
@@ -362,7 +354,7 @@ def encode_geometry(keypoints: KeypointTensors, scale_angle: bool) -> Tensor:
         return torch.cat([position, score], -1)
     scale = (keypoints.scales[:, None].clamp(min=1e-3) / TYPICAL_SCALE).log()
     # An angle is encoded by cos and sin, since 0 and 360 degrees are the same direction.
-    angle = torch.deg2rad(keypoints.oris[:, None])
+    angle = torch.deg2rad(keypoints.oris)  # (T, 1)
     return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
 
 
@@ -625,15 +617,15 @@ def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, ...]:
 @torch.no_grad()
 def match_pairs(
     model: SuperGlue,
-    pairs: Sequence[Pair],
+    pairs: Sequence[FeaturePair],
     device: str,
     selected: Sequence[Tuple[np.ndarray, np.ndarray]],
 ) -> List[Matches]:
-    """Match pairs by the network in one batch.
+    """Match pairs by the network, in one pass.
 
     Args:
         model: the network.
-        pairs: the records of all keypoints of each pair.
+        pairs: the features of both images of each pair.
         device: the device of the network.
         selected: for each pair, the keypoints of both images that the network gets, as ascending
             indices (m,) and (n,) (`nearest.select_keypoints`).
@@ -643,22 +635,27 @@ def match_pairs(
     """
     if not pairs:
         return []
-    selected_pairs = [
-        pair._replace(records0=pair.records0[index0], records1=pair.records1[index1])
-        for pair, (index0, index1) in zip(pairs, selected)
-    ]
-    order, batches = from_pairs(selected_pairs).to(device).split_by_size()
-    if model.compiled:
-        # CUDA graphs need few shapes, so the numbers of keypoints are rounded up.
-        widths = [max(batch.scores0.shape[1], batch.scores1.shape[1]) for batch in batches]
-        batches = [
-            batch.pad(len(batch), round_up_keypoints(width))
-            for batch, width in zip(batches, widths)
+    groups = [list(range(len(pairs)))]
+    if torch.device(device).type == "cpu":
+        counts = [(len(index0), len(index1)) for index0, index1 in selected]
+        groups = group_similar_sizes(counts, MAX_PADDING)
+    batches = []
+    for group in groups:
+        images = [
+            make_batch([pairs[i][image].select(selected[i][image]) for i in group])
+            for image in (0, 1)
         ]
-    rows = []
-    for log_P in model.assign(batches)[0]:
+        if model.compiled:
+            # CUDA graphs need few shapes, so the numbers of keypoints are rounded up.
+            width = round_up_keypoints(max(batch.scores.shape[1] for batch in images))
+            images = [pad_images(batch, len(group), width) for batch in images]
+        batches.append(
+            tuple(map_tensors(lambda tensor: tensor.to(device), image) for image in images)
+        )
+    matches: Dict[int, Matches] = {}
+    for group, log_P in zip(groups, model.assign(batches)[0]):
         # Keep every mutual match, since callers apply their own thresholds.
         matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
-        rows += zip(matches0.cpu().numpy(), scores0.cpu().numpy())
-    by_pair = dict(zip(order, rows))
-    return [Matches.from_dense(*by_pair[i]).renumber(*selected[i]) for i in range(len(pairs))]
+        rows = zip(matches0.cpu().numpy(), scores0.cpu().numpy())
+        matches.update((i, Matches.from_dense(*row)) for i, row in zip(group, rows))
+    return [matches[i].renumber(*selected[i]) for i in range(len(pairs))]

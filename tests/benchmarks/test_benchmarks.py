@@ -13,11 +13,10 @@ from reading import read_error
 from benchmarks import __main__ as benchmark
 from benchmarks import dali_views, images, plain, timing, training
 from benchmarks.dev import pack
-from benchmarks.photographs import make_batch
+from benchmarks.photographs import make_pairs
 from benchmarks.timing import Setting
 from pipeline import errors
-from pipeline.train.loss import compute_assignment_losses
-from superglue_sift.network.ground_truth import find_true_matches
+from pipeline.train.loss import compute_assignment_losses, find_truth
 from superglue_sift.network.superglue import SuperGlueConfig
 
 SETTING = Setting(
@@ -34,9 +33,10 @@ def test_assignment_loss_and_gradient_equal_those_of_the_plain_network(norm):
     config = SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)
     model = scrambled(config).double()
     other = copy.deepcopy(model)
-    batch = make_batch(40, 3)
-    truths = find_true_matches(batch)
-    log_P, plain_log_P = model(batch), plain.assign(other, batch)
+    batch = make_pairs(40, 3)
+    truths = find_truth(batch)
+    images = batch.images0, batch.images1
+    log_P, plain_log_P = model(*images), plain.assign(other, *images)
     torch.testing.assert_close(plain_log_P, log_P, atol=1e-9, rtol=0)
     loss = compute_assignment_losses(log_P, truths)[0].sum()
     plain_loss = plain.compute_dense_loss(plain_log_P, truths).sum()

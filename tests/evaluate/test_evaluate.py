@@ -142,10 +142,10 @@ def test_a_further_model_stands_in_every_table_with_its_own_threshold(work, caps
 # A module with matchers: one that is right, and two that are not
 MINE = """
 def first(one, two):
-    return [0] * len(one.records), [0.5] * len(one.records)
+    return [0] * len(one.keypoints), [0.5] * len(one.keypoints)
 
 def outside(one, two):
-    return [999] * len(one.records), [0.5] * len(one.records)
+    return [999] * len(one.keypoints), [0.5] * len(one.keypoints)
 
 def none(one, two):
     pass

@@ -9,14 +9,12 @@ from pipeline.evaluate.matchers import OURS
 from pipeline.evaluate.pairs import LabeledPair
 from superglue_sift import Matcher
 from superglue_sift.features import nearest, sift
-from superglue_sift.features.sift import to_root_sift
-from superglue_sift.network.batch import Pair
+from superglue_sift.features.descriptors import to_root_sift
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 
 def pair_of(*views):
-    keypoints = [sift.extract(np.ascontiguousarray(view), 200) for view in views]
-    return Pair(*keypoints, *(view.shape[::-1] for view in views))
+    return tuple(sift.extract(np.ascontiguousarray(view), 200) for view in views)
 
 
 def known_pair(matcher, *views):
@@ -27,7 +25,7 @@ def known_pair(matcher, *views):
 
 def test_ratio_and_mutual_agree_with_opencv(photo):
     pair = pair_of(photo, photo[20:, 30:])
-    descriptors = [to_root_sift(keys["descriptor"]) for keys in (pair.records0, pair.records1)]
+    descriptors = [to_root_sift(features.descriptors[:, 0]) for features in pair]
     matches = matchers.match_baselines(pair)
     matches["ratio_test"] = matches["ratio_test"].above(matchers.RATIO_THRESHOLD)
     partners = {name: dict(of_one.indices.tolist()) for name, of_one in matches.items()}

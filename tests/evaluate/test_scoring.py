@@ -4,24 +4,21 @@ import math
 
 import numpy as np
 import pytest
-from made_pairs import records_at
+from made_pairs import features_at
 from made_scenes import SHIFT, TURN
 
 from pipeline.evaluate import estimators, matchers, scoring
 from pipeline.evaluate.matchers import OURS
 from pipeline.evaluate.pairs import CameraPair, LabeledPair
-from superglue_sift.features.features import Features
 from superglue_sift.geometry.two_view import transform
 from superglue_sift.matches import Matches
-from superglue_sift.network.batch import Pair
 
 SIZE = (320, 240)
 
 
 def pair_of(points0, points1, H):
-    features = Features(records_at(points0), SIZE), Features(records_at(points1), SIZE)
-    pair = Pair(features[0].records, features[1].records, SIZE, SIZE)
-    return LabeledPair("p", "s", (0, 0, 0, 1), features, pair, H)
+    features = features_at(points0), features_at(points1)
+    return LabeledPair("p", "s", (0, 0, 0, 1), features, features, H)
 
 
 @pytest.fixture

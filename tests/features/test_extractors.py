@@ -19,8 +19,8 @@ from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train import __main__ as train
+from superglue_sift import opencv_features
 from superglue_sift.features import extractors, sift
-from superglue_sift.features.extractors import descriptor_kind
 from superglue_sift.features.features import Features
 from superglue_sift.interop.convert import to_lightglue
 from superglue_sift.matcher import Matcher
@@ -45,19 +45,21 @@ def upright(gray, max_keypoints):
 
 
 @needs_kaze
-@pytest.mark.parametrize(
-    ("name", "kind", "scale_angle"), [(KAZE, ("float", 64), True), (UPRIGHT, ("float", 9), False)]
-)
-def test_records_are_strongest_first_and_of_distinct_places(name, kind, scale_angle, photo):
+@pytest.mark.parametrize(("name", "dim", "scale_angle"), [(KAZE, 64, True), (UPRIGHT, 9, False)])
+def test_keypoints_are_strongest_first_and_of_distinct_positions(name, dim, scale_angle, photo):
     extractor = extractors.load_extractor(name)
-    records = extractor(photo, 200)
-    assert descriptor_kind(extractor.dtype) == kind == descriptor_kind(records.dtype)
-    assert extractor.scale_angle == scale_angle == bool(records["scale"].all())
-    assert 100 < len(records) <= 200
-    assert (np.diff(records["score"]) <= 0).all()
-    assert len(np.unique(sift.positions(records), axis=0)) == len(records)
-    assert extractor(photo, 200).tobytes() == records.tobytes()
-    assert extractor(np.zeros((64, 64), np.uint8), 10).dtype == extractor.dtype
+    features = extractor(photo, 200)
+    count = len(features.keypoints)
+    assert (extractor.descriptor, extractor.descriptor_dim) == ("float", dim)
+    assert features.descriptors.shape == (count, 1, dim) and not features.is_sift
+    assert extractor.scale_angle == scale_angle == bool(features.scales.all())
+    assert 100 < count <= 200
+    assert (np.diff(features.scores) <= 0).all()
+    assert len(np.unique(features.keypoints, axis=0)) == count
+    for array, again in zip(features[:5], extractor(photo, 200)):
+        assert array.tobytes() == again.tobytes()
+    nothing = extractor(np.zeros((64, 64), np.uint8), 10)
+    assert nothing.descriptors.shape == (0, 1, dim)
 
 
 def found(count=3, **changes):
@@ -79,12 +81,13 @@ def found(count=3, **changes):
         {"keypoints": np.ones((3, 3))},
         {"scores": -np.ones(3)},
         {"scales": np.ones(3)},
-        {"scales": np.zeros(3), "angles": np.zeros(3)},
+        {"scales": np.zeros(3), "oris": np.zeros(3)},
     ],
 )
 def test_a_wrong_answer_is_refused_by_the_extractors_name(changes):
+    extractor = extractors.Extractor("x:y", "float", 8, False, lambda *_: found(**changes))
     with pytest.raises(RequestError, match="x:y"):
-        extractors.make_records("x:y", found(**changes))
+        extractor(np.zeros((9, 9), np.uint8), 10)
 
 
 @pytest.mark.parametrize(
@@ -101,16 +104,16 @@ def test_no_keypoint_lies_under_a_mask(photo):
     mask = np.zeros_like(photo)
     mask[:, 300:] = 1
     for name in (KAZE, "sift"):
-        found = extractors.load_extractor(name)(photo, 200, mask)
-        assert 50 < len(found) <= 200 and found["x"].min() > 299.4
-        assert len(extractors.load_extractor(name)(photo, 200, np.zeros_like(photo))) == 0
+        extractor = extractors.load_extractor(name)
+        keypoints = extractor(photo, 200, mask).keypoints
+        assert 50 < len(keypoints) <= 200 and keypoints[:, 0].min() > 299.4
+        assert len(extractor(photo, 200, np.zeros_like(photo)).keypoints) == 0
 
 
 def untrained(path, name, **changes):
-    kind, dim = descriptor_kind(extractors.load_extractor(name).dtype)
-    config = SuperGlueConfig(
-        dim=16, layers=1, extractor=name, descriptor=kind, descriptor_dim=dim, **changes
-    )
+    dim = extractors.load_extractor(name).descriptor_dim
+    names = {"extractor": name, "descriptor": "float", "descriptor_dim": dim}
+    config = SuperGlueConfig(dim=16, layers=1, **names, **changes)
     path.write_bytes(encode_model_file(SuperGlue(config).state_dict(), {"model": config.to_dict()}))
     return path
 
@@ -123,7 +126,8 @@ def test_a_model_file_does_not_run_the_code_it_names(tmp_path, photo):
         matcher.match(photo, photo)
     with pytest.raises(RequestError, match="sift"):
         Matcher.load(path, "cpu", extractor="sift")
-    features = Features(extractors.load_extractor(KAZE)(photo, 100), (600, 400))
+    arrays = opencv_features.kaze(photo, 100)
+    features = Features.from_dict(arrays, (600, 400))
     assert len(matcher.match(features, features).matches)
     assert len(Matcher.load(path, "cpu", extractor=KAZE, threshold=0.0).match(photo, photo).matches)
 
@@ -131,7 +135,7 @@ def test_a_model_file_does_not_run_the_code_it_names(tmp_path, photo):
 @needs_kaze
 def test_keypoints_of_other_descriptors_are_refused(tmp_path, photo):
     of_kaze = Matcher.load(untrained(tmp_path / "kaze.safetensors", KAZE), "cpu")
-    of_sift = Features(sift.extract(photo, 50), (600, 400))
+    of_sift = sift.extract(photo, 50)
     with pytest.raises(RequestError, match="sift descriptors of 128 entries"):
         of_kaze.match(of_sift, of_sift)
     seeing = Matcher.load(
@@ -146,7 +150,7 @@ def test_keypoints_of_other_descriptors_are_refused(tmp_path, photo):
 @needs_kaze
 def test_other_tools_get_features_of_sift_alone(photo):
     with pytest.raises(RequestError, match="only SIFT features"):
-        to_lightglue(Features(extractors.load_extractor(KAZE)(photo, 10), (600, 400)))
+        to_lightglue(extractors.load_extractor(KAZE)(photo, 10))
 
 
 @pytest.mark.slow
@@ -170,7 +174,7 @@ def test_from_photographs_to_matches(tmp_path, make_params, monkeypatch, photo, 
     fetch.main([])
     keypoints.main(["--workers", "1"])
     store = KeypointStore("data/keypoints/train")
-    assert (store.extractor, store.dtype) == (UPRIGHT, extractors.load_extractor(UPRIGHT).dtype)
+    assert (store.extractor, store.descriptor, store.descriptor_dim) == (UPRIGHT, "float", 9)
     assert train.main([]) == 0
     shipped = root / "pretrained/superglue-sift.safetensors"
     words = ["--model", "checkpoints/best.safetensors", "--also", f"sift={shipped}"]

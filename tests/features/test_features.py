@@ -1,6 +1,4 @@
-"""features/features.py and store.py: images in memory, masks, warnings, features of other programs,
-features that are kept on disk.
-"""
+"""Images in memory, masks, warnings, features of other programs, features that are kept on disk."""
 
 import io
 import re
@@ -14,9 +12,8 @@ from PIL import Image
 from superglue_sift import Features, Matcher
 from superglue_sift.errors import RequestError
 from superglue_sift.features import sift
-from superglue_sift.features.features import extract_features, to_gray
+from superglue_sift.features.extraction import extract_features, to_gray
 from superglue_sift.features.images import ORIENTATION
-from superglue_sift.features.sift import positions
 from superglue_sift.features.store import FeatureStore, PhotoFile
 
 
@@ -64,11 +61,11 @@ def test_pil_images_of_every_mode_are_gray(photo):
         to_gray(Image.new("RGB", (0, 0)))
 
 
-def sift_of(positions, size=(60, 40), scale=2.0, angles=0.0):
+def sift_of(positions, size=(60, 40), scale=2.0, oris=0.0):
     """Features of keypoints at positions (n, 2), with the same descriptor."""
     positions = np.array(positions, float)
     one = np.ones(len(positions))
-    return Features.of(positions, scale * one, angles * one, one, np.full((len(one), 128), 9), size)
+    return Features.of(positions, scale * one, oris * one, one, np.full((len(one), 128), 9), size)
 
 
 def test_positions_of_other_programs_lie_in_the_image():
@@ -93,27 +90,27 @@ def test_resizing_keeps_the_edges_of_the_image_together():
     twice = features.resize((120, 80))
     corners = [(-0.5, -0.5), (0.5, 0.5), (118.5, 78.5), (119.5, 79.5)]
     np.testing.assert_array_equal(twice.keypoints, np.float32(corners))
-    assert twice.size == (120, 80) and set(twice.records["scale"]) == {8.0}
+    assert twice.image_size == (120, 80) and set(twice.scales) == {8.0}
     np.testing.assert_array_equal(twice.resize((60, 40)).keypoints, features.keypoints)
     # Each side has its own factor, and scales have that of the longer side.
     wide = features.resize((120, 40))
     np.testing.assert_array_equal(wide.keypoints[:, 0], twice.keypoints[:, 0])
     np.testing.assert_array_equal(wide.keypoints[:, 1], features.keypoints[:, 1])
-    assert set(wide.records["scale"]) == {8.0}
-    assert features.resize((60, 40)) is features and set(features.records["scale"]) == {4.0}
+    assert set(wide.scales) == {8.0}
+    assert features.resize((60, 40)) is features and set(features.scales) == {4.0}
 
 
 def test_a_keypoint_is_given_once_but_may_have_several_angles():
     with pytest.raises(RequestError, match="keypoints: 4 of them have the position, scale and"):
         sift_of([(3, 3)] * 5)
-    assert len(sift_of([(3, 3)] * 5, angles=np.arange(5.0)).records) == 5
+    assert len(sift_of([(3, 3)] * 5, oris=np.arange(5.0)).keypoints) == 5
 
 
 def test_the_keypoints_of_opencv_are_taken_as_they_are(photo):
     points, descriptors = cv2.SIFT_create().detectAndCompute(photo, None)
     columns = zip(*((point.pt, point.size, point.angle, point.response) for point in points))
     found = Features.of(*map(np.array, columns), descriptors, photo.shape[::-1])
-    assert len(found.records) == len(points)
+    assert len(found.keypoints) == len(points)
     # Some of its points have several orientations.
     assert len(np.unique(found.keypoints, axis=0)) < len(points)
 
@@ -129,7 +126,7 @@ def test_a_mask_of_an_image_is_an_array_or_a_file_and_transparency_is_one(
         matcher.extract(tmp_path / "alpha.png"),
         matcher.extract(Image.open(tmp_path / "alpha.png")),
     ]
-    assert all(len(each.records) == 200 for each in found)
+    assert all(len(each.keypoints) == 200 for each in found)
     assert all(each.keypoints[:, 0].min() > 298 for each in found)
     upper = half.copy()
     upper[200:] = 0
@@ -169,10 +166,9 @@ def test_kept_features_are_those_of_their_settings(matcher, photo, tmp_path):
         for _ in range(2):  # extracted, and read
             kept = FeatureStore(other, tmp_path / "kept")(PhotoFile("a", path))
             expected = other.extract(path)
-            np.testing.assert_array_equal(kept.records, expected.records)
-            assert kept._replace(records=None) == expected._replace(
-                records=None, gray=None, image=None
-            )
+            for name in (*kept._fields[:6], "frame", "turned", "sift_scale"):
+                np.testing.assert_array_equal(getattr(kept, name), getattr(expected, name))
+            assert kept.gray is kept.image is None
     assert len(list((tmp_path / "kept").iterdir())) == 1 + len(changed)
 
 
@@ -225,10 +221,20 @@ def test_small_images_are_enlarged_for_sift_and_for_the_network(photo, size, res
 
     gray = cv2.resize(photo, size)
     found = extract_features(gray, 256, resize, detect)
-    assert shapes == [seen] and found.as_detected(resize).size == seen
-    assert found.size == size and found.gray is gray
-    np.testing.assert_allclose(  # in pixels of the file
-        positions(found.as_detected(resize).records) + 0.5,
-        (found.keypoints + 0.5) * (np.array(seen) / size),
-        atol=1e-3,
+    assert shapes == [seen] and found.sift_scale == seen[0] / size[0]
+    assert found.image_size == size and found.gray is gray
+    # in pixels of the file
+    expected = sift.extract(cv2.resize(gray, seen, interpolation=cv2.INTER_CUBIC), 256)
+    np.testing.assert_allclose(
+        (found.keypoints + 0.5) * (np.array(seen) / size), expected.keypoints + 0.5, atol=1e-3
     )
+    np.testing.assert_allclose(found.scales * found.sift_scale, expected.scales, rtol=1e-6)
+
+
+def test_the_sift_scale_of_keypoints_of_your_own_is_estimated():
+    large, small = (sift_of([(3, 3)], size=(4096, 3000), scale=scale) for scale in (40.0, 4.0))
+    assert sift.estimate_sift_scale(large, 1024) == 0.25
+    # SIFT finds no keypoint of 1 px, so it saw more than 1,024 px
+    assert sift.estimate_sift_scale(small, 1024) == pytest.approx(sift.MIN_SCALE / 4)
+    assert sift.estimate_sift_scale(large, 0) == 1.0
+    assert sift.estimate_sift_scale(small._replace(sift_scale=0.5), 1024) == 0.5

@@ -6,19 +6,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from superglue_sift.features import nearest, sift
+from superglue_sift.features import nearest
+from superglue_sift.features.descriptors import to_root_sift
+from superglue_sift.features.features import Features
 from superglue_sift.features.nearest import match_by_ratio, select_keypoints
-from superglue_sift.features.sift import KEYPOINT, to_root_sift
 
 
-def make_records(descriptors, second=None):
-    """SIFT records with these descriptors (n, 128), at distinct positions."""
-    records = np.zeros(len(descriptors), sift.ORIENTED)
-    records["x"] = records["y"] = np.arange(len(descriptors))
-    records["descriptor"] = descriptors
-    if second is not None:
-        records["second_descriptor"] = second
-    return records
+def make_features(*descriptors, scores=0.0):
+    """Keypoints with these descriptors (n, 128) of one or two orientations."""
+    descriptors = np.stack(descriptors, 1).astype(np.uint8)
+    count, orientations, _ = descriptors.shape
+    scales = np.full(count, 2.0, np.float32)
+    scores = np.broadcast_to(np.float32(scores), count)
+    oris = np.zeros((count, orientations), np.float32)
+    return Features(np.zeros((count, 2), np.float32), scales, oris, scores, descriptors, (9, 9))
 
 
 def plain_matches(rows0, rows1, limit):
@@ -40,7 +41,7 @@ def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
     one = rng.gamma(0.6, 40, (count0, 128)).clip(0, 255).astype(np.uint8)
     copied = one[rng.integers(0, count0, count1)].astype(float)
     other = (copied + rng.normal(0, rng.uniform(0, 40), copied.shape)).clip(0, 255).astype(np.uint8)
-    sides = [make_records(each) for each in (one, other)]
+    sides = [make_features(descriptors) for descriptors in (one, other)]
     found = nearest.match_by_ratio(*sides)
     indices, scores = found.indices, found.scores
     rows = to_root_sift(one).astype(float), to_root_sift(other).astype(float)
@@ -57,9 +58,9 @@ def test_the_second_orientation_matches_too():
     one, other = rng.gamma(0.6, 40, (2, 50, 128)).clip(0, 255).astype(np.uint8)
     second = np.zeros_like(other)
     second[7] = one[3]
-    sides = make_records(one), make_records(other, second)
+    sides = make_features(one), make_features(other, second)
     assert nearest.match_by_ratio(*sides).indices.tolist() == [[3, 7]]
-    alone = make_records(one[:1])
+    alone = make_features(one[:1])
     assert len(nearest.match_by_ratio(alone, alone)) == 0  # no ratio
 
 
@@ -79,12 +80,7 @@ def test_matches_that_share_an_end_are_dropped_in_either_order_of_the_images(mat
 
 def one_entry(entries, ranks):
     """Keypoints whose descriptors have one entry each, so that others are at a right angle."""
-    records = np.zeros(len(entries), KEYPOINT)
-    records["x"] = np.arange(len(entries))
-    records["scale"] = 2.0
-    records["score"] = ranks
-    records["descriptor"][np.arange(len(entries)), entries] = 255
-    return records
+    return make_features(255 * np.eye(128, dtype=np.uint8)[entries], scores=ranks)
 
 
 def select(sides, most):
@@ -108,10 +104,11 @@ def test_any_numbers_of_keypoints_in_either_order_of_the_images(count0, count1, 
     rng = np.random.default_rng(count0)
     sides = [one_entry(np.zeros(n, int), rng.random(n)) for n in (count0, count1)]
     for side in sides:
-        side["descriptor"] = rng.integers(0, 256, (len(side), 128))
+        side.descriptors[:] = rng.integers(0, 256, side.descriptors.shape)
     selected = select(sides, most)
     for side, index in zip(sides, selected):
-        limit = most if max(count0, count1) > most else len(side)
-        assert len(set(index)) == len(index) == min(len(side), limit)
+        count = len(side.keypoints)
+        limit = most if max(count0, count1) > most else count
+        assert len(set(index)) == len(index) == min(count, limit)
     for index, swapped in zip(selected, select(sides[::-1], most)[::-1]):
         assert index.tolist() == swapped.tolist()

@@ -1,4 +1,4 @@
-"""superglue_sift/features/sift.py: records, positions, and the choice of keypoints."""
+"""superglue_sift/features/sift.py: positions, orientations, and the choice of keypoints."""
 
 import cv2
 import numpy as np
@@ -7,25 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from superglue_sift.features.extractors import record_dtype
-from superglue_sift.features.sift import (
-    CONTRAST,
-    GEOMETRY,
-    ORIENTED,
-    extract,
-    rank_keypoints,
-    to_root_sift,
-)
+from superglue_sift.features.descriptors import to_root_sift
+from superglue_sift.features.features import Features
+from superglue_sift.features.sift import CONTRAST, extract, rank_keypoints
 
 
 @pytest.mark.parametrize("limit", [1, 7, 200, 100_000])
 def test_those_of_highest_rank_are_kept_in_order_and_positions_are_distinct(photo, limit):
-    records = extract(photo, limit)
+    features = extract(photo, limit)
     everything = extract(photo, 100_000)
-    assert records.dtype == ORIENTED and len(records) == min(limit, len(everything))
-    assert np.array_equal(records, everything[:limit])
-    assert (np.diff(rank_keypoints(records)) <= 0).all()
-    assert len({(record["x"], record["y"]) for record in records}) == len(records)
+    count = min(limit, len(everything.keypoints))
+    assert features.keypoints.shape == (count, 2) and features.descriptors.shape == (count, 2, 128)
+    for array, expected in zip(features[:5], everything[:5]):
+        assert np.array_equal(array, expected[:limit])
+    assert (np.diff(rank_keypoints(features)) <= 0).all()
+    assert len(np.unique(features.keypoints, axis=0)) == count
 
 
 def by_opencv(gray):
@@ -48,8 +44,7 @@ def test_keypoints_lie_on_the_structure_without_a_bias():
     for cx, cy, sigma in zip(
         rng.uniform(60, 68, 25), rng.uniform(60, 68, 25), rng.uniform(2, 6, 25)
     ):
-        found = extract(blob_at(cx, cy, sigma), 1)
-        errors += [(best["x"] - cx, best["y"] - cy) for best in found]
+        errors += [*(extract(blob_at(cx, cy, sigma), 1).keypoints - [cx, cy])]
     assert len(errors) > 15 and np.abs(np.mean(errors, axis=0)).max() < 0.03
 
 
@@ -58,25 +53,25 @@ def test_a_place_with_several_orientations_keeps_the_two_of_smallest_angle(photo
     for point, descriptor in by_opencv(photo):
         at_place.setdefault(point.pt, []).append((np.float32(point.angle), descriptor))
     several = 0
-    for record in extract(photo, 100_000):
-        found = sorted(at_place[(record["x"], record["y"])], key=lambda each: each[0])
-        assert record["angle"] == found[0][0]
-        assert np.array_equal(record["descriptor"].astype(np.float32), found[0][1])
-        if len(found) > 1:
-            several += 1
-            assert record["second_angle"] == found[1][0]
-            assert np.array_equal(record["second_descriptor"].astype(np.float32), found[1][1])
-        else:
-            assert not record["second_descriptor"].any()
+    features = extract(photo, 100_000)
+    for position, oris, descriptors in zip(
+        features.keypoints, features.oris, features.descriptors.astype(np.float32)
+    ):
+        expected = sorted(at_place[tuple(position)], key=lambda oriented: oriented[0])[:2]
+        several += len(expected) > 1
+        for index, (angle, descriptor) in enumerate(expected):
+            assert oris[index] == angle
+            assert np.array_equal(descriptors[index], descriptor)
+        assert not descriptors[len(expected) :].any()
     assert several > 20
 
 
 def test_rank_is_response_times_scale_for_sift_and_else_the_score():
-    for kind, ranks in ((ORIENTED, [0.2, 0.4]), (record_dtype("float", 64), [0.1, 0.05])):
-        records = np.zeros(2, kind)
-        records["score"] = [0.1, 0.05]
-        records["scale"] = [2.0, 8.0]
-        assert rank_keypoints(records) == pytest.approx(ranks)
+    scales, scores = np.array([[2.0, 8.0], [0.1, 0.05]])
+    for dtype, ranks in ((np.uint8, [0.2, 0.4]), (np.float32, [0.1, 0.05])):
+        descriptors = np.zeros((2, 1, 128), dtype)
+        features = Features(np.zeros((2, 2)), scales, np.zeros((2, 1)), scores, descriptors, (9, 9))
+        assert rank_keypoints(features) == pytest.approx(ranks)
 
 
 def test_small_pictures_are_described_in_the_doubled_image_too():
@@ -85,17 +80,19 @@ def test_small_pictures_are_described_in_the_doubled_image_too():
     by_place = {
         (point.pt, np.float32(point.angle)): descriptor for point, descriptor in by_opencv(blob)
     }
-    for record in extract(blob, 1):
-        described = by_place[((record["x"], record["y"]), record["angle"])]
-        assert np.array_equal(record["descriptor"].astype(np.float32), described)
+    features = extract(blob, 1)
+    for position, oris, descriptors in zip(
+        features.keypoints, features.oris, features.descriptors.astype(np.float32)
+    ):
+        assert np.array_equal(descriptors[0], by_place[tuple(position), oris[0]])
 
 
 @settings(max_examples=30)
 @given(arrays(np.uint8, st.tuples(st.integers(1, 80), st.integers(1, 80))), st.integers(1, 40))
-def test_any_picture_gives_valid_records(gray, limit):
-    records = extract(gray, limit)
-    assert len(records) <= limit and (records["scale"] > 0).all()
-    assert all(np.isfinite(records[name]).all() for name in GEOMETRY)
+def test_any_picture_gives_valid_keypoints(gray, limit):
+    features = extract(gray, limit)
+    assert len(features.keypoints) <= limit and (features.scales > 0).all()
+    assert all(np.isfinite(array).all() for array in features[:5])
 
 
 def test_root_sift_of_known_descriptors():

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made_pairs import of_pair, rounding
-from made_views import SIZE, made_image, made_store
+from made_pairs import batch_pairs, crop_padding, rounding
+from made_views import made_image, made_store
 from reading import read_json
 
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train.data import draw_training_pairs, load_batch
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.trainer import train_step
-from superglue_sift import Pair, SuperGlue, SuperGlueConfig, from_pairs, load_model
+from superglue_sift import SuperGlue, SuperGlueConfig, load_model
 from superglue_sift.network.weights import find_shipped_weights, fuse_for_inference
 from superglue_sift.torch_compat import make_grad_scaler
 
@@ -70,13 +70,13 @@ def compute_assignments(exact):
     model, _ = load_model(find_shipped_weights())
     model = model.double() if exact else fuse_for_inference(model)
     rng = np.random.default_rng(7)
-    sides = [made_image(rng, str(points), 2, points).records for points in (30, 90, 200)]
-    sides.append((sides[0][0], sides[0][1][:0]))
+    pairs = [made_image(rng, str(points), 2, points).features for points in (30, 90, 200)]
+    pairs.append((pairs[0][0], pairs[0][1].select(slice(0))))
     with torch.no_grad():
-        padded = model(from_pairs([Pair(*records, SIZE, SIZE) for records in sides])).exp()
+        padded = model(*batch_pairs(pairs)).exp()
     found = []
-    for one, records in zip(padded, sides):
-        P = of_pair(one, *map(len, records))
+    for P, pair in zip(padded, pairs):
+        P = crop_padding(P, *(len(features.keypoints) for features in pair))
         best, place = P[:-1].max(1)
         values = {"best": best, "place": place, "dustbin0": P[:-1, -1], "dustbin1": P[-1, :-1]}
         found.append({name: value.tolist() for name, value in values.items()})

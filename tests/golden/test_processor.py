@@ -46,7 +46,7 @@ import superglue_sift.features.sift
 import cv2
 import numpy as np
 from skimage import data
-from pipeline.keypoints import views
+from pipeline.keypoints import store, views
 from pipeline.params import Homography, Photometric
 
 assert not cv2.ipp.useIPP()
@@ -64,8 +64,8 @@ for name in ("astronaut", "coffee"):
         H = views.sample_view(rng, size, (320, 240), limits)
         homographies.update(H.tobytes())
         view = views.distort(views.render(gray, H, (320, 240)), rng, light)
-        records = superglue_sift.features.sift.extract(view, 256)
-        keypoints.update(records.tobytes())
+        features = superglue_sift.features.sift.extract(view, 256)
+        keypoints.update(store.pack_records(features).tobytes())
 print(homographies.hexdigest(), keypoints.hexdigest())
 """
 

@@ -15,8 +15,8 @@ from reading import read_error
 from superglue_sift import Features, RequestError, errors
 from superglue_sift.apps import cli
 from superglue_sift.features import sift
+from superglue_sift.features.descriptors import to_root_sift
 from superglue_sift.features.nearest import match_by_ratio
-from superglue_sift.features.sift import to_root_sift
 from superglue_sift.geometry import two_view
 from superglue_sift.interop.colmap import CENTER
 
@@ -65,21 +65,23 @@ def test_its_keypoints_are_those_of_opencv(extracted, photo):
         number = content.read_image_with_name("a.png").image_id
         keypoints = content.read_keypoints(number)
         descriptors = content.read_descriptors(number).data
-    stored = Features.of_colmap(keypoints, descriptors, (600, 400)).records
+    stored = Features.of_colmap(keypoints, descriptors, (600, 400))
     opencv = sift.extract(photo, 500)
     found = match_by_ratio(stored, opencv)
-    one, other = (view[index] for view, index in zip((stored, opencv), found.indices.T))
-    same = np.hypot(one["x"] - other["x"], one["y"] - other["y"]) < 0.5
-    same &= np.abs(one["scale"] / other["scale"] - 1) < 0.1
-    same &= np.cos(np.deg2rad(one["angle"] - other["angle"])) > 0.98
+    one, other = (view.select(index) for view, index in zip((stored, opencv), found.indices.T))
+    same = np.linalg.norm(one.keypoints - other.keypoints, axis=1) < 0.5
+    same &= np.abs(one.scales / other.scales - 1) < 0.1
+    same &= np.cos(np.deg2rad(one.oris[:, 0] - other.oris[:, 0])) > 0.98
     assert same.sum() > 375  # COLMAP finds none below a contrast of 0.02
-    cosines = (to_root_sift(one["descriptor"]) * to_root_sift(other["descriptor"])).sum(1)
+    roots = [to_root_sift(features.descriptors[:, 0]) for features in (one, other)]
+    cosines = (roots[0] * roots[1]).sum(1)
     assert np.median(cosines) > 0.99
     # Keypoints without an affine shape
-    four = np.column_stack([keypoints[:, :2], stored["scale"] / 2, np.deg2rad(stored["angle"])])
-    again = Features.of_colmap(four, descriptors, (600, 400)).records
-    for name in sift.KEYPOINT.names:
-        np.testing.assert_allclose(again[name], stored[name], rtol=1e-4, atol=1e-2)
+    four = np.column_stack([keypoints[:, :2], stored.scales / 2, np.deg2rad(stored.oris)])
+    again = Features.of_colmap(four, descriptors, (600, 400))
+    for name in ("keypoints", "scales", "oris", "scores", "descriptors"):
+        expected = getattr(stored, name)
+        np.testing.assert_allclose(getattr(again, name), expected, rtol=1e-4, atol=1e-2)
 
 
 def test_only_pairs_without_matches_are_added(database, capsys):

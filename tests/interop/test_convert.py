@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from superglue_sift import Matcher
-from superglue_sift.features import sift
+from superglue_sift.features.features import TYPICAL_SCORE
 from superglue_sift.interop import convert
 
 
@@ -70,4 +70,4 @@ def test_scores_that_are_missing_or_zero_become_the_typical_one(pair):
     del data["keypoint_scores"]
     for values in (zero, data):
         scores = convert.to_lightglue(convert.from_lightglue(values))["keypoint_scores"]
-        assert (scores == np.float32(sift.TYPICAL_SCORE)).all()
+        assert (scores == np.float32(TYPICAL_SCORE)).all()

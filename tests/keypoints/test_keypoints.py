@@ -97,23 +97,25 @@ def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path, make_
     made = make_image_views(read_gray(pictures / store.images[1]), store.images[1], settings)
     for index in range(3):
         view = store.read_view(1, index)
-        assert view.records.tobytes() == made.records[index].tobytes()
+        for name in ("keypoints", "scales", "oris", "scores", "descriptors", "image_size"):
+            expected = getattr(made.features[index], name)
+            assert np.array_equal(getattr(view.features, name), expected)
         assert np.array_equal(view.H_image_to_view, made.homographies[index])
-        assert view.size == (128, 96)
+        assert view.features.image_size == (128, 96)
     assert tuple(store.sizes[1]) == made.size
 
 
 def test_views_have_random_sizes_between_the_smallest_and_the_full_one(make_params, photo):
     settings = make_params("keypoints", **{**SMALL, "views_per_image": 8, "smallest": 0.5})
     made = make_image_views(photo, "coffee.png", settings)
-    widths, heights = made.view_sizes.T
+    widths, heights = np.array([features.image_size for features in made.features]).T
     assert len(set(widths)) > 4 and widths.min() >= 64 and widths.max() <= 128
     assert np.abs(widths / heights - 4 / 3).max() < 0.05
     other = make_image_views(photo, "coffee.png", settings.model_copy(update={"seed": 1}))
     assert not np.isclose(made.homographies, other.homographies).all(axis=(1, 2)).any()
-    for records, width, height in zip(made.records, widths, heights):
-        assert len(records) > 5
-        assert records["x"].max() < width and records["y"].max() < height
+    for features in made.features:
+        assert len(features.keypoints) > 5
+        assert (features.keypoints.max(0) < features.image_size).all()
 
 
 def test_transparent_pixels_give_no_keypoints_in_any_view(stage, pictures, capsys):
@@ -128,9 +130,9 @@ def test_transparent_pixels_give_no_keypoints_in_any_view(stage, pictures, capsy
     index = next(i for i, name in enumerate(store.images) if name.endswith(".png"))
     for number in range(3):
         view = store.read_view(index, number)
-        places = np.stack([view.records["x"], view.records["y"]], axis=1).astype(float)
-        assert len(places) > 5
-        assert transform(places, np.linalg.inv(view.H_image_to_view))[:, 0].min() > 148
+        keypoints = view.features.keypoints.astype(float)
+        assert len(keypoints) > 5
+        assert transform(keypoints, np.linalg.inv(view.H_image_to_view))[:, 0].min() > 148
     assert "no keypoint" not in capsys.readouterr().out
 
 
@@ -319,9 +321,9 @@ def test_a_shard_that_changes_has_another_version(make_params, photo):
     """
     settings = make_params("keypoints", views_per_image=3)
     sums_of_views = []
-    for records in make_image_views(photo, "coffee.png", settings).records:
-        sums = [records["x"].sum(), records["y"].sum(), records["descriptor"].sum(dtype=np.int64)]
-        sums_of_views.append([len(records), *(round(float(value)) for value in sums)])
+    for features in make_image_views(photo, "coffee.png", settings).features:
+        sums = [*features.keypoints.sum(0), features.descriptors[:, 0].sum(dtype=np.int64)]
+        sums_of_views.append([len(features.keypoints), *(round(float(value)) for value in sums)])
     assert {views.VERSION: sums_of_views} == GOLDEN, (
         "raise VERSION in pipeline/keypoints/views.py, and replace the sums above"
     )

@@ -12,14 +12,18 @@ from reading import read_json
 from pipeline.errors import RequestError
 from pipeline.keypoints import store
 from pipeline.keypoints.store import ImageViews, KeypointStore
-from superglue_sift.features.extractors import Extractor, record_dtype
-from superglue_sift.features.sift import ORIENTED
+from superglue_sift.features.extractors import Extractor
+from superglue_sift.features.features import Features
 
 pytestmark = pytest.mark.cu111
 
 
-def records(count, rng):
-    return np.frombuffer(rng.bytes(count * ORIENTED.itemsize), ORIENTED)
+def make_features(count, rng):
+    """Keypoints of any bytes, in a view of any size."""
+    floats = rng.uniform(0, 640, (6, count)).astype(np.float32)
+    descriptors = rng.integers(0, 256, (count, 2, 128)).astype(np.uint8)
+    size = tuple(rng.integers(64, 640, 2).tolist())
+    return Features(floats[:2].T, floats[2], floats[3:5].T, floats[5], descriptors, size)
 
 
 def make_images(counts):
@@ -30,8 +34,7 @@ def make_images(counts):
             f"image {i}.jpg",
             (640 + i, 480),
             rng.normal(size=(len(row), 3, 3)),
-            [records(n, rng) for n in row],
-            rng.integers(64, 640, (len(row), 2)),
+            [make_features(n, rng) for n in row],
         )
         for i, row in enumerate(counts)
     ]
@@ -72,18 +75,19 @@ def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
     for i, image in enumerate(images):
         for v in range(3):
             view = opened.read_view(i, v)
-            assert view.records.tobytes() == image.records[v].tobytes()
-            assert view.size == tuple(image.view_sizes[v])
+            for name in ("keypoints", "scales", "oris", "scores", "descriptors", "image_size"):
+                expected = getattr(image.features[v], name)
+                assert np.array_equal(getattr(view.features, name), expected)
             assert np.array_equal(view.H_image_to_view, image.homographies[v])
 
 
 def test_a_store_says_of_which_features_it_is(tmp_path):
-    mine = Extractor("mine:f", record_dtype("float", 256), False, lambda *_: None)
+    mine = Extractor("mine:f", "float", 256, False, lambda *_: None)
     rows = [{**store.write_shard(tmp_path / store.name_shard(0), []), "photographs": []}]
     (tmp_path / store.INDEX).write_text(json.dumps(store.make_index(rows, 1, mine)))
     opened = KeypointStore(tmp_path)
-    found = (opened.extractor, opened.dtype, opened.scale_angle)
-    assert found == (mine.name, mine.dtype, False)
+    assert (opened.extractor, opened.scale_angle) == (mine.name, False)
+    assert (opened.descriptor, opened.descriptor_dim) == ("float", 256)
 
 
 def test_every_damage_is_found_when_all_is_verified(tmp_path):
@@ -128,8 +132,10 @@ def test_a_disk_without_memory_maps_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(np, "memmap", refuse)
     read = KeypointStore(folder)
     for image, view in ((0, 0), (3, 0), (4, 1)):
-        expected = mapped.read_view(image, view)
-        assert read.read_view(image, view).records.tobytes() == expected.records.tobytes()
+        expected = mapped.read_view(image, view).features
+        features = read.read_view(image, view).features
+        np.testing.assert_array_equal(features.keypoints, expected.keypoints)
+        np.testing.assert_array_equal(features.descriptors, expected.descriptors)
 
 
 def remove_photograph(index):

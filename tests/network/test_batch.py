@@ -1,28 +1,27 @@
-"""Batches of pairs: their sizes, and by which of its two orientations a keypoint is matched."""
+"""Batches of images: padding, sizes, and by which of its two orientations a keypoint is matched."""
 
-import dataclasses
 import itertools
-import pickle
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_pairs import RAGGED, SIZE, pairs_of
+from made_pairs import RAGGED, batch_pairs, features_at, label_pairs, make_pairs
 
 from pipeline.keypoints.store import View
 from pipeline.train.augmentation import Augmentation
-from superglue_sift.features.sift import KEYPOINT, ORIENTED
 from superglue_sift.network import batch as batches
 from superglue_sift.network.batch import (
-    Pair,
-    PairBatch,
     choose_orientations,
-    choose_pair_orientations,
-    from_pairs,
+    choose_orientations_of_pair,
+    count_keypoints,
     group_similar_sizes,
+    make_batch,
+    map_tensors,
+    pad_images,
     round_up_keypoints,
+    select_images,
 )
 
 
@@ -43,18 +42,16 @@ def test_sizes_are_two_in_an_octave():
     ]  # fmt: skip
 
 
-def keypoints(*places):
+def make_oriented(*entries):
     """A keypoint for each (first, second): which entries of its two descriptors are not 0. Its
-    angles are 10 and 90 degrees.
+    orientations are 10 and 90 degrees.
     """
-    records = np.zeros(len(places), ORIENTED)
-    records["scale"] = 4.0
-    records["angle"] = 10.0
-    records["second_angle"] = 90.0
-    for record, (first, second) in zip(records, places):
-        record["descriptor"][first] = 200
-        record["second_descriptor"][second] = 200
-    return records
+    descriptors = np.zeros((len(entries), 2, 128), np.uint8)
+    for descriptor, (first, second) in zip(descriptors, entries):
+        descriptor[0, first] = 200
+        descriptor[1, second] = 200
+    oris = np.tile(np.float32([10, 90]), (len(entries), 1))
+    return features_at(np.zeros((len(entries), 2)))._replace(oris=oris, descriptors=descriptors)
 
 
 @pytest.mark.parametrize(
@@ -64,108 +61,108 @@ def test_the_orientation_whose_descriptor_is_nearer_in_the_other_view_is_taken(
     monkeypatch, most_bytes
 ):
     monkeypatch.setattr(batches, "MAX_COSINE_BYTES", most_bytes)
-    here = keypoints((1, 2))
+    features = make_oriented((1, 2))
     pairs = [
-        (keypoints((1, 2), (5, [])), keypoints((2, 9), (5, 6))),
+        (make_oriented((1, 2), (5, [])), make_oriented((2, 9), (5, 6))),
         # the first stays where neither is nearer, or the other view is empty
-        (here, keypoints((7, []))),
-        (here, keypoints(([1, 2], []))),
-        (here, keypoints()),
+        (features, make_oriented((7, []))),
+        (features, make_oriented(([1, 2], []))),
+        (features, make_oriented()),
     ]
-    pairs = [Pair(*records, SIZE, SIZE) for records in pairs]
-    batch = choose_orientations(from_pairs(pairs))
-    assert batch.oris0.tolist() == [[90, 10], [10, 0], [10, 0], [10, 0]]
-    assert batch.oris1.tolist() == [[10, 10], [10, 0], [10, 0], [0, 0]]
-    assert batch.descriptors0.argmax(-1).tolist() == [[2, 5], [1, 0], [1, 0], [1, 0]]
-    assert batch.second_oris0 is None and choose_orientations(batch) is batch
-    alone = choose_pair_orientations(pairs[0])
-    assert alone.records0.dtype == KEYPOINT
-    assert np.array_equal(alone.records0["angle"], [90, 10])
-    assert np.array_equal(alone.records0["descriptor"], batch.descriptors0[0])
-    assert np.array_equal(alone.records0["scale"], pairs[0].records0["scale"])
-    assert choose_pair_orientations(alone) is alone  # keypoints of one orientation stay as they are
+    images0, images1 = choose_orientations(*batch_pairs(pairs))
+    assert images0.oris[..., 0].tolist() == [[90, 10], [10, 0], [10, 0], [10, 0]]
+    assert images1.oris[..., 0].tolist() == [[10, 10], [10, 0], [10, 0], [0, 0]]
+    assert images0.descriptors[:, :, 0].argmax(-1).tolist() == [[2, 5], [1, 0], [1, 0], [1, 0]]
+    assert images0.oris.shape == (4, 2, 1) and images0.descriptors.shape == (4, 2, 1, 128)
+    assert choose_orientations(images0, images1)[0] is images0
+    features0, features1 = choose_orientations_of_pair(*pairs[0])
+    assert features0.oris.tolist() == [[90], [10]]
+    assert np.array_equal(features0.descriptors, images0.descriptors[0])
+    assert np.array_equal(features0.scales, pairs[0][0].scales)
+    # keypoints of one orientation stay as they are
+    assert choose_orientations_of_pair(features0, features1)[0] is features0
 
 
-def tensors_of(batch):
-    """The tensors of a batch by name, without those that are None."""
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return {name: value for name, value in values.items() if value is not None}
+def test_keypoints_of_one_and_of_two_orientations_are_matched_with_each_other():
+    images = batch_pairs([(make_oriented((1, 2)), make_oriented((2, [])).select([0]))])
+    one = images[1]._replace(
+        oris=images[1].oris[..., :1], descriptors=images[1].descriptors[:, :, :1]
+    )
+    expected, _ = choose_orientations(*images)
+    images0, images1 = choose_orientations(images[0], one)
+    assert torch.equal(images0.descriptors, expected.descriptors)
+    assert torch.equal(images1.descriptors, one.descriptors)
 
 
-def test_each_field_of_the_records_has_its_tensor():
-    """Known values at a known place, and zeros where there is padding."""
-    records = np.zeros(2, ORIENTED)
-    values = {"x": 3.5, "y": 7.25, "scale": 4.0, "angle": 350.0, "score": 0.03}
-    values.update(descriptor=9, second_angle=20.0, second_descriptor=5)
-    for name, value in values.items():
-        records[name][1] = value
-    one = Pair(records, records[:1], (320, 240), (100, 50))
-    other = Pair(records[:0], records[1:], (64, 48), (32, 16))
-    batch = from_pairs([one, other], np.stack([np.eye(3), np.diag([2.0, 2.0, 1.0])]))
-    assert batch.keypoints0.tolist() == [[[0, 0], [3.5, 7.25]], [[0, 0], [0, 0]]]
-    assert batch.keypoints1.tolist() == [[[0, 0]], [[3.5, 7.25]]]
-    for name, value in (
-        ("scales0", 4.0),
-        ("oris0", 350.0),
-        ("scores0", np.float32(0.03)),
-        ("second_oris0", 20.0),
-        ("descriptors0", 9),
-        ("second_descriptors0", 5),
-    ):
-        tensor = getattr(batch, name)
-        assert (tensor[0, 1] == value).all() and tensor.count_nonzero() == tensor[0, 1].numel()
-    assert batch.image_size0.tolist() == [[320, 240], [64, 48]]
-    assert batch.image_size1.tolist() == [[100, 50], [32, 16]]
-    assert batch.mask0.tolist() == [[True, True], [False, False]] and batch.mask1 is None
-    assert batch.counts.tolist() == [[2, 1], [0, 1]] and len(batch) == 2
-    assert batch.H_0to1[1].diag().tolist() == [2, 2, 1] and batch.cells is None
+def assert_equal(images, expected):
+    for name, value, other in zip(images._fields, images, expected):
+        if isinstance(other, torch.Tensor):
+            assert torch.equal(value, other), name
+        else:
+            assert value == other, name
 
 
-@pytest.mark.parametrize("flat", [True, False], ids=["of from_pairs", "of tensors"])
-def test_a_batch_is_moved_as_one_tensor_for_each_dtype(flat):
-    H = np.stack([np.eye(3)] * len(RAGGED))
-    batch = from_pairs(pairs_of(*RAGGED), H)
-    if not flat:
-        batch = PairBatch(**tensors_of(batch))
-    moved = []
-    again = batch._map_tensors(lambda tensor: moved.append(tensor.dtype) or tensor.clone())
-    assert len(moved) == 4 and {*moved} == {torch.bool, torch.float32, torch.float64, torch.uint8}
-    for other in (again, pickle.loads(pickle.dumps(batch))):  # noqa: S301, these are our bytes
-        assert tensors_of(other).keys() == tensors_of(batch).keys()
-        for name, tensor in tensors_of(batch).items():
-            assert torch.equal(tensor, getattr(other, name)), name
-            assert tensor.data_ptr() != getattr(other, name).data_ptr()
-    assert batch.to("cpu") is batch
+def test_a_batch_has_the_values_of_its_images_and_zeros_as_padding():
+    values = {"keypoints": [3.5, 7.25], "scales": 4.0, "oris": [350, 20], "scores": 0.25}
+    descriptors = np.zeros((2, 2, 128), np.uint8)
+    descriptors[1] = [[9] * 128, [5] * 128]
+    features = make_oriented((1, 2), (1, 2))._replace(
+        descriptors=descriptors,
+        **{name: np.float32([np.zeros_like(value), value]) for name, value in values.items()},
+    )
+    # SIFT saw the second image enlarged twice, and the third has one orientation
+    twice = features.select([1])._replace(image_size=(64, 48), sift_scale=2.0)
+    one = features.select([1])._replace(
+        oris=features.oris[1:, :1], descriptors=descriptors[1:, :1], image_size=(9, 8)
+    )
+    batch = make_batch([features, twice, one, features.select(slice(0))])
+    nothing = [0.0, 0.0]
+    assert batch.keypoints.tolist() == [
+        [nothing, [3.5, 7.25]], [[3.5, 7.25], nothing], [[3.5, 7.25], nothing], [nothing] * 2
+    ]  # fmt: skip
+    assert batch.scales.tolist() == [[0, 4], [8, 0], [4, 0], nothing]
+    assert batch.scores.tolist() == [[0, 0.25], [0.25, 0], [0.25, 0], nothing]
+    assert batch.oris[:3].amax(1).tolist() == [[350, 20], [350, 20], [350, 0]]
+    assert batch.descriptors[:3].amax((1, 3)).tolist() == [[9, 5], [9, 5], [9, 0]]
+    assert batch.image_size.tolist() == [[320, 240], [64, 48], [9, 8], [320, 240]]
+    assert count_keypoints(batch).tolist() == batch.mask.sum(1).tolist() == [2, 1, 1, 0]
+    assert make_batch([features]).mask is None
 
 
-def test_selected_pairs_are_the_batch_of_these_pairs_alone():
-    pairs = pairs_of(*RAGGED)
-    H = np.arange(9.0 * len(RAGGED)).reshape(-1, 3, 3)
-    batch = from_pairs(pairs, H)
+def test_selected_images_are_the_batch_of_these_images_alone():
+    images = [features for features, _ in make_pairs(*RAGGED)]
+    batch = make_batch(images)
     for index in ([0], [1, 4], [5, 2], [3, 3, 0]):
-        selected = tensors_of(batch.select(index))
-        alone = tensors_of(from_pairs([pairs[i] for i in index], H[index]))
-        assert selected.keys() == alone.keys()
-        for name, tensor in alone.items():
-            assert torch.equal(tensor, selected[name]), (index, name)
+        assert_equal(select_images(batch, index), make_batch([images[i] for i in index]))
+    none = select_images(batch, [])
+    assert none.keypoints.shape == (0, 1, 2) and none.descriptors.dtype == torch.uint8
 
 
-def test_padding_adds_keypoints_and_pairs_to_a_batch():
-    batch = from_pairs(pairs_of((3, 3), (3, 3)))
-    assert batch.mask0 is None and batch.pad(2, 3).mask0 is None
-    padded = batch.pad(3, 5)
-    assert padded.counts.tolist() == [[3, 3], [3, 3], [0, 0]]
-    assert padded.descriptors1.shape == (3, 5, 128) and padded.image_size0.shape == (3, 2)
-    assert torch.equal(padded.keypoints1[:2, :3], batch.keypoints1)
-    assert padded.mask0.sum() == 6 and not padded.keypoints0[2].any()
+def test_padding_adds_keypoints_and_images_to_a_batch():
+    batch = make_batch([features for features, _ in make_pairs((3, 3), (3, 3))])
+    assert batch.mask is None and pad_images(batch, 2, 3).mask is None
+    padded = pad_images(batch, 3, 5)
+    assert count_keypoints(padded).tolist() == [3, 3, 0]
+    assert padded.descriptors.shape == (3, 5, 1, 128) and padded.image_size.shape == (3, 2)
+    assert_equal(select_images(padded, [0, 1]), batch)
+    assert not padded.keypoints[2].any()
 
 
-def test_a_turned_view_turns_both_angles():
-    view = View(keypoints((1, 2)), np.eye(3), SIZE)
+def test_a_batch_of_pairs_is_moved_with_all_its_tensors():
+    batch = label_pairs(make_pairs(*RAGGED))
+    assert batch.to("cpu") is batch
+    moved = batch.to("meta")
+    tensors = [*moved.images0[:7], *moved.images1[:7], moved.H_0to1, moved.cells]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert_equal(map_tensors(torch.clone, batch.images0), batch.images0)
+
+
+def test_a_turned_view_turns_both_orientations():
+    view = View(make_oriented((1, 2)), np.eye(3))
     turned = Augmentation(rotation_deg=180.0).apply(
         view, 3, 0, draw_other_view=None, min_scale=0.0, limit=2
     )
-    (record,), H, *_ = turned
+    H = turned.H_image_to_view
     turn = np.degrees(np.arctan2(H[1, 0], H[0, 0]))
-    for name, before in (("angle", 10.0), ("second_angle", 90.0)):
-        assert np.isclose((record[name] - before - turn + 180) % 360, 180, atol=1e-3)
+    moved = turned.features.oris[0] - [10, 90] - turn
+    assert np.allclose((moved + 180) % 360, 180, atol=1e-3)

@@ -1,12 +1,14 @@
 """The ground truth, against values a person can check."""
 
+import itertools
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_pairs import pairs_of, records_at, related
+from made_pairs import batch_pairs, features_at, make_pairs
 
-from superglue_sift.network.batch import Pair, from_pairs
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, find_true_matches
 
 pytestmark = pytest.mark.cu111
@@ -16,11 +18,11 @@ DOUBLE = np.diag([2, 2, 1.0])
 
 def truth_of(keypoints0, keypoints1, H, cells=None):
     """The truth of keypoints (M, 2) and (N, 2) of views of 100 x 100 px: (M,) and (N,)."""
-    sides = [records_at(np.reshape(each, (-1, 2))) for each in (keypoints0, keypoints1)]
-    batch = from_pairs([Pair(*sides, (100, 100), (100, 100))], H[None], cells=cells)
-    return [
-        matches[0, : len(side)].tolist() for matches, side in zip(find_true_matches(batch), sides)
-    ]
+    images = batch_pairs([[features_at(points, (100, 100)) for points in (keypoints0, keypoints1)]])
+    cells = None if cells is None else torch.from_numpy(cells)
+    truth = find_true_matches(*images, torch.from_numpy(H[None]), cells)
+    counts = len(keypoints0), len(keypoints1)
+    return [matches[0, :count].tolist() for matches, count in zip(truth, counts)]
 
 
 # Points of both views, the homography, perhaps the cells, and the matches of both views
@@ -85,8 +87,9 @@ def test_is_consistent_and_symmetric(seed, count):
 
 def test_points_of_the_horizon():
     """They are inf or nan in the other view, and match nothing, not even padding."""
-    pairs = pairs_of((9, 5), (3, 8))
-    for one in pairs:
-        one.records0["x"][:3] = one.records1["x"][:3] = 50.0
-    horizon = np.array([[1, 0, 0], [0, 1, 0], [-0.02, 0, 1.0]])  # x = 50
-    assert (find_true_matches(related(pairs, horizon)).matches0[:, :3] == UNMATCHED).all()
+    pairs = make_pairs((9, 5), (3, 8))
+    for features in itertools.chain(*pairs):
+        features.keypoints[:3, 0] = 50.0
+    horizon = torch.tensor([[1, 0, 0], [0, 1, 0], [-0.02, 0, 1.0]])  # x = 50
+    truth = find_true_matches(*batch_pairs(pairs), horizon.expand(2, 3, 3))
+    assert (truth.matches0[:, :3] == UNMATCHED).all()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from made_pairs import masks, of_pair, rounding
+from made_pairs import crop_padding, make_masks, rounding
 from torch.nn.functional import pad
 
 from benchmarks import plain
@@ -24,9 +24,14 @@ def transport(scores, dustbin, iterations, **options):
     N = max(*counts1, 1)
     padded = [pad(s, (0, N - s.shape[1], 0, M - s.shape[0]), value=1e3) for s in scores]
     log_P, finite = log_optimal_transport(
-        torch.stack(padded), masks(counts0, M), masks(counts1, N), dustbin, iterations, **options
+        torch.stack(padded),
+        make_masks(counts0, M),
+        make_masks(counts1, N),
+        dustbin,
+        iterations,
+        **options,
     )
-    return [of_pair(P, *s.shape) for P, s in zip(log_P, scores)], finite
+    return [crop_padding(P, *s.shape) for P, s in zip(log_P, scores)], finite
 
 
 def in_the_log_domain(scores, dustbin, iterations):

@@ -10,12 +10,12 @@ import pytest
 import torch
 from made_pairs import (
     RAGGED,
-    SIZE,
-    masks,
-    of_pair,
-    pairs_of,
-    records,
-    related,
+    batch_pairs,
+    crop_padding,
+    label_pairs,
+    make_features,
+    make_masks,
+    make_pairs,
     rounding,
     roundings_of,
     scrambled,
@@ -23,10 +23,10 @@ from made_pairs import (
 
 from pipeline.train.loss import MatchingObjective
 from superglue_sift import torch_compat
-from superglue_sift.features.sift import TYPICAL_SCORE
+from superglue_sift.features.features import TYPICAL_SCORE, Features
 from superglue_sift.network import batch as batches
 from superglue_sift.network import perceptron, superglue
-from superglue_sift.network.batch import Images, KeypointTensors, Pair, from_pairs
+from superglue_sift.network.batch import Images, group_pairs
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.network.weights import fuse_for_inference
 
@@ -47,7 +47,7 @@ def test_is_the_formula_with_and_without_a_kernel(monkeypatch):
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
-    visible = masks([7, 3], 7)[:, None, None]
+    visible = make_masks([7, 3], 7)[:, None, None]
     logits = (q @ k.transpose(2, 3) / math.sqrt(8)).masked_fill(~visible, -math.inf)
     found = [logits.softmax(-1) @ v, superglue.compute_attention(q, k, v, visible)]
     monkeypatch.delattr(torch.nn.functional, "scaled_dot_product_attention", raising=False)
@@ -65,7 +65,7 @@ def test_rotary_positions_are_relative():
     torch.manual_seed(0)
     layer = superglue.AttentionalLayer(16, 2, "layer", cross=False).double()
     rotary = superglue.RotaryPositions(8).double()
-    images = Images([masks([9], 9)], [False])
+    images = Images([make_masks([9], 9)], [False])
     x = torch.randn(9, 16, dtype=torch.float64)
     positions = torch.randn(9, 2, dtype=torch.float64)
     one_moved = positions.index_fill(0, torch.tensor([4]), 0.0)
@@ -91,16 +91,16 @@ def test_batch_norm_is_torchs_whatever_is_padded():
 @torch.no_grad()
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 def test_a_pair_is_the_same_alone_and_in_any_batch(norm):
-    pairs = pairs_of((20, 33), (0, 4), (60, 1), (7, 7), (2, 0))
+    pairs = make_pairs((20, 33), (0, 4), (60, 1), (7, 7), (2, 0))
     model = scrambled(SuperGlueConfig(dim=128, layers=2, norm=norm))
     for dtype in (torch.float32, torch.float64):
         model = model.to(dtype)
         # sums are added up in another order for other shapes; scores reach 20
         limit = rounding(20, roundings_of(model.config), dtype)
-        for one, P in zip(pairs, model(from_pairs(pairs))):
-            sizes = len(one.records0), len(one.records1)
-            alone = of_pair(model(from_pairs([one]))[0], *sizes)
-            assert torch.allclose(alone, of_pair(P, *sizes), atol=limit, rtol=0)
+        for pair, P in zip(pairs, model(*batch_pairs(pairs))):
+            counts = [len(features.keypoints) for features in pair]
+            alone = crop_padding(model(*batch_pairs([pair]))[0], *counts)
+            assert torch.allclose(alone, crop_padding(P, *counts), atol=limit, rtol=0)
 
 
 def test_mutual_matches():
@@ -118,23 +118,23 @@ def test_mutual_matches():
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 def test_fused_for_inference_is_the_same_network(norm):
     model = scrambled(SuperGlueConfig(dim=32, layers=2, norm=norm, rotary=True))
-    batch = from_pairs(pairs_of((20, 33), (0, 4), (60, 1)))
-    expected = model(batch)
+    images = batch_pairs(make_pairs((20, 33), (0, 4), (60, 1)))
+    expected = model(*images)
     limit = rounding(20, roundings_of(model.config))  # values reach 20
-    assert torch.allclose(expected, fuse_for_inference(model)(batch), atol=limit, rtol=0)
-    assert torch.equal(expected, model(batch))  # the model itself has not changed
+    assert torch.allclose(expected, fuse_for_inference(model)(*images), atol=limit, rtol=0)
+    assert torch.equal(expected, model(*images))  # the model itself has not changed
 
 
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 def test_size_classes_and_padding_do_not_matter(monkeypatch, norm):
     """Losses in the order of the pairs, and the gradient, also of BatchNorm in training."""
-    batch = related(pairs_of(*RAGGED))
+    batch = label_pairs(make_pairs(*RAGGED))
     options = {"neighbours": True, "rotary": True, "sinkhorn_iterations": 20}
     config = SuperGlueConfig(dim=32, layers=1, norm=norm, **options)
     answers = []
     for classes, padding, fixed in ((6, 0.0, None), (1, 1e9, None), (1, 1e9, (8, 320))):
         monkeypatch.setattr(batches, "MAX_PADDING", padding)
-        assert len(batch.split_by_size()[1]) == classes
+        assert len(group_pairs(batch.images0, batch.images1)) == classes
         model = scrambled(config).double().train()
         objective = MatchingObjective(model)
         objective.fixed_size = fixed
@@ -155,7 +155,7 @@ def test_known_features_of_neighbours():
     counts = [2, 3, 1, 1]
     angles = torch.tensor([0, 90, 10, 60, 80, 0, 60], dtype=torch.float64).deg2rad()
     geometry = torch.arange(7.0).double()[:, None].expand(-1, 6)
-    images = Images([masks([count], count) for count in counts], [False] * 4)
+    images = Images([make_masks([count], count) for count in counts], [False] * 4)
     descriptors = torch.stack([angles.cos(), angles.sin()], 1)
     found = superglue.compute_neighbour_features(descriptors, geometry, images)
     chord10, chord30, chord60 = (2 * math.sin(math.radians(each) / 2) for each in (10, 30, 60))
@@ -175,9 +175,9 @@ def test_positions_are_from_the_centre_of_the_image_in_halves_of_its_longer_side
     one = torch.ones(2)
     positions = torch.tensor([[159.5, 119.5], [319.5, -0.5]])
     size = torch.tensor([[320.0, 240.0]] * 2)
-    keypoints = KeypointTensors(
-        positions, 4 * one, torch.tensor([0.0, 90.0]), TYPICAL_SCORE * one, one[:, None], size
-    )
+    oris = torch.tensor([[0.0], [90.0]])
+    descriptors = one[:, None, None]
+    keypoints = Features(positions, 4 * one, oris, TYPICAL_SCORE * one, descriptors, size)
     expected = torch.tensor([[0.0, 0, 0, 0, 1, 0], [1.0, -0.75, 0, 0, 0, 1]])
     found = superglue.encode_geometry(keypoints, True)
     assert torch.allclose(found, expected, atol=1e-6)
@@ -190,7 +190,7 @@ def test_a_neighbour_is_described_by_its_scale_and_its_turn():
     scales, angles = torch.tensor(rows, dtype=torch.float64).T
     directions = torch.stack([angles.deg2rad().cos(), angles.deg2rad().sin()], 1)
     geometry = torch.cat([torch.zeros(2, 3).double(), scales[:, None], directions], 1)
-    images = Images([masks([1], 1)] * 2, [False] * 2)
+    images = Images([make_masks([1], 1)] * 2, [False] * 2)
     features = superglue.compute_neighbour_features(torch.ones(2, 1).double(), geometry, images)
     turn = math.radians(70)
     expected = [
@@ -206,7 +206,7 @@ def test_padding_is_no_neighbour():
     """
     descriptors = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
     geometry = torch.arange(4.0)[:, None].expand(-1, 6)
-    images = Images([masks([1], 2)] * 2, [True] * 2)
+    images = Images([make_masks([1], 2)] * 2, [True] * 2)
     found = superglue.compute_neighbour_features(descriptors, geometry, images)
     # distance, ratio to the second (there is none), mutual, and the index of the neighbour
     assert found[0, :4].tolist() == [2.0, 1.0, 1.0, 2.0]
@@ -215,24 +215,23 @@ def test_padding_is_no_neighbour():
 
 def test_an_untrained_network_is_a_nearest_neighbour_matcher():
     rng = np.random.default_rng(1)
-    keypoints = records(rng, 30)
+    features = make_features(rng, 30)
     order = rng.permutation(30)
-    batch = from_pairs([Pair(keypoints, keypoints[order], SIZE, SIZE)])
-    matches0 = mutual_matches(SuperGlue(SuperGlueConfig(layers=1)).eval()(batch))[0]
+    images = batch_pairs([(features, features.select(order))])
+    matches0 = mutual_matches(SuperGlue(SuperGlueConfig(layers=1)).eval()(*images))[0]
     assert np.array_equal(order[matches0[0].numpy()], np.arange(30))
 
 
 def test_swapping_the_images_transposes_the_assignment():
     """Sinkhorn's iterations reach their limit, because half of one more is not symmetric."""
-    (pair,) = pairs_of((15, 12), seed=3)
-    swapped = Pair(*pair[1::-1], *pair[3:1:-1])
+    (pair,) = make_pairs((15, 12), seed=3)
     model = scrambled(SuperGlueConfig(dim=32, layers=2, sinkhorn_iterations=3000)).double()
     with torch.no_grad():
-        one, other = (model(from_pairs([each]))[0] for each in (pair, swapped))
+        one, other = (model(*batch_pairs([images]))[0] for images in (pair, pair[::-1]))
     assert torch.allclose(one, other.T, atol=1e-6)
 
 
 def test_every_weight_receives_a_gradient():
     model = scrambled(SuperGlueConfig(dim=32, layers=2, rotary=True)).train()
-    MatchingObjective(model)(related(pairs_of((20, 20))))[0].sum().backward()
+    MatchingObjective(model)(label_pairs(make_pairs((20, 20))))[0].sum().backward()
     assert [name for name, weight in model.named_parameters() if weight.grad is None] == []

@@ -1,6 +1,5 @@
 """Order, batches, and who loads them: what is trained on when, exactly, whoever asks."""
 
-import dataclasses
 import multiprocessing
 import os
 import threading
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_views import SIZE, batches_of, made_records, made_store
+from made_views import SIZE, batches_of, made_store, make_features
 
 from pipeline.distributed import Context
 from pipeline.errors import RequestError
@@ -26,13 +25,16 @@ from pipeline.train.data import (
     load_batch,
     slice_for_rank,
 )
+from pipeline.train.loss import find_truth
 from pipeline.workers import prefetch
+from superglue_sift.features.features import TYPICAL_SCORE
 from superglue_sift.files import GIB, MIB
 from superglue_sift.geometry.two_view import transform
-from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, find_true_matches
-from superglue_sift.network.superglue import TYPICAL_SCORE
+from superglue_sift.network.batch import count_keypoints
+from superglue_sift.network.ground_truth import IGNORED, UNMATCHED
 
 pytestmark = pytest.mark.cu111
+FIELDS = ("keypoints", "scales", "oris", "scores", "descriptors")
 
 
 @pytest.fixture
@@ -114,8 +116,8 @@ def misses(batch):
     """Of the first pair: how far each keypoint of view 0, mapped to view 1, is from the nearest one
     there, px.
     """
-    mapped = transform(batch.keypoints0[0].double().numpy(), batch.H_0to1[0].numpy())
-    return np.linalg.norm(mapped[:, None] - batch.keypoints1[0].numpy(), axis=-1).min(1)
+    mapped = transform(batch.images0.keypoints[0].double().numpy(), batch.H_0to1[0].numpy())
+    return np.linalg.norm(mapped[:, None] - batch.images1.keypoints[0].numpy(), axis=-1).min(1)
 
 
 class TestAugmentation:
@@ -124,21 +126,20 @@ class TestAugmentation:
     def test_truth_follows_turns(self, tmp_path_factory, seed):
         store = KeypointStore(made_store(tmp_path_factory.mktemp("store")))
         samples = [Sample(3, 0, 2, seed), Sample(4, 1, 0, seed)]
-        plain = find_true_matches(load_batch(store, samples, 1000))
+        plain = find_truth(load_batch(store, samples, 1000))
         turned = load_batch(store, samples, 1000, Augmentation(rotation_deg=180))
-        truth = find_true_matches(turned)
+        truth = find_truth(turned)
         matched = plain.matches0 >= 0
         assert torch.equal(truth.matches0[matched], plain.matches0[matched])
 
     def test_pairs_of_different_images_have_no_match(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(8)]
         batch = load_batch(store, pairs, 1000, Augmentation(negatives=1.0))
-        truth = find_true_matches(batch)
-        for matches, counts in zip(truth, batch.counts.T):
-            assert all(
-                (row[:count] == UNMATCHED).all() for row, count in zip(matches, counts.tolist())
-            )
-        assert len({batch.descriptors1[i].numpy().tobytes() for i in range(8)}) > 1
+        truth = find_truth(batch)
+        for matches, images in zip(truth, (batch.images0, batch.images1)):
+            counts = count_keypoints(images).tolist()
+            assert all((row[:count] == UNMATCHED).all() for row, count in zip(matches, counts))
+        assert len({descriptors.tobytes() for descriptors in batch.images1.descriptors.numpy()}) > 1
 
     def test_the_seed_of_the_sample_decides_and_nothing_else(self, store):
         augmentation = Augmentation(0.5, 180.0, 0.3, 10, 1.0)
@@ -146,26 +147,25 @@ class TestAugmentation:
         other = Sample(4, 2, 1, 6)
         alone = load_batch(store, [one], 30, augmentation)
         together = load_batch(store, [other, one], 30, augmentation)
-        count = int(alone.counts[0, 0])
-        assert int(together.counts[1, 0]) == count
-        for one_of, both_of in zip(alone.get_keypoints(0), together.get_keypoints(0)):
-            assert torch.equal(both_of[1, :count], one_of[0, :count])
+        count = int(count_keypoints(alone.images0)[0])
+        assert int(count_keypoints(together.images0)[1]) == count
+        for name in FIELDS:
+            expected = getattr(alone.images0, name)[0, :count]
+            assert torch.equal(getattr(together.images0, name)[1, :count], expected)
         assert torch.equal(together.H_0to1[1], alone.H_0to1[0])
 
     def test_truth_of_a_zoomed_pair_joins_keypoints_of_one_photograph(self, tmp_path):
         store = KeypointStore(made_store(tmp_path / "dense", points=400))
         own = {
-            bytes(each)
+            bytes(descriptor)
             for view in range(3)
-            for each in store.read_view(3, view).records["descriptor"]
+            for descriptor in store.read_view(3, view).features.descriptors[:, 0]
         }
         pairs = [Sample(3, 0, 1, seed) for seed in range(20)]
         batch = load_batch(store, pairs, 400, Augmentation(rotation_deg=180, zoom=1.0))
-        truth = find_true_matches(batch)
-        for matches, descriptors in (
-            (truth.matches0, batch.descriptors0),
-            (truth.matches1, batch.descriptors1),
-        ):
+        truth = find_truth(batch)
+        for matches, images in zip(truth, (batch.images0, batch.images1)):
+            descriptors = images.descriptors[:, :, 0]
             rows, columns = (matches >= 0).nonzero().T
             assert len(rows) > 200
             assert all(bytes(each) in own for each in descriptors[rows, columns].numpy())
@@ -176,13 +176,16 @@ class TestAugmentation:
     def test_a_part_of_the_pairs_has_one_score(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(200)]
         batch = load_batch(store, pairs, 20, Augmentation(score_drop=0.3))
-        same = [(scores == TYPICAL_SCORE).all(1) for scores in (batch.scores0, batch.scores1)]
+        same = [
+            (images.scores == TYPICAL_SCORE).all(1) for images in (batch.images0, batch.images1)
+        ]
         assert torch.equal(*same) and 30 < same[0].sum() < 90
         # the other pairs, and everything else, stay
         whole = load_batch(store, pairs, 20)
-        assert torch.equal(batch.scores0[~same[0]], whole.scores0[~same[0]])
-        for name in ("keypoints0", "scales0", "oris0", "descriptors0", "second_descriptors0"):
-            assert torch.equal(getattr(batch, name), getattr(whole, name))
+        images, others = batch.images0, whole.images0
+        assert torch.equal(images.scores[~same[0]], others.scores[~same[0]])
+        for name in ("keypoints", "scales", "oris", "descriptors"):
+            assert torch.equal(getattr(images, name), getattr(others, name))
 
     def test_a_mosaic_by_hand(self):
         """Two times smaller: positions about the outer edge, scales halved, small keypoints gone,
@@ -190,20 +193,21 @@ class TestAugmentation:
         """
         # So near the middle that none can be cut off
         xy = np.array([[90, 80], [150, 100], [210, 160.0]])
-        records = made_records(np.random.default_rng(0), xy, np.zeros((3, 128)))
-        records["scale"] = [8, 3.5, 3.7]
-        records["angle"] = [10, 20, 30]
-        records["score"] = [0.1, 0.3, 0.2]
-        view = View(records, np.eye(3), SIZE)
+        features = make_features(np.random.default_rng(0), xy, np.zeros((3, 128)))
+        features.scales[:] = [8, 3.5, 3.7]
+        features.oris[:, 0] = [10, 20, 30]
+        features.scores[:] = [0.1, 0.3, 0.2]
+        view = View(features, np.eye(3))
         small = make_mosaic(view, 2.0, 1.8, lambda random: None, np.random.default_rng(3))
-        assert small.size == SIZE and list(small.records["angle"]) == [10, 30]
-        assert np.allclose(small.records["scale"], [4, 1.85])
-        assert np.allclose(small.records["score"], [0.1, 0.2])
+        shrunk = small.features
+        assert shrunk.image_size == SIZE and list(shrunk.oris[:, 0]) == [10, 30]
+        assert np.allclose(shrunk.scales, [4, 1.85])
+        assert np.allclose(shrunk.scores, [0.1, 0.2])
         H = small.H_image_to_view
         corner = small.H_image_to_view[:2, 2]
         assert np.allclose(H[:2, :2], np.eye(2) / 2) and np.allclose(H[2], [0, 0, 1])
-        placed = np.stack([small.records["x"], small.records["y"]], axis=1)
-        assert np.allclose(placed, transform(xy[[0, 2]], H), atol=1e-4)  # px, float32
+        expected = transform(xy[[0, 2]], H)
+        assert np.allclose(shrunk.keypoints, expected, atol=1e-4)  # px, float32
         # the outer edge of the view, (-0.5, -0.5), comes to that of its cell, of which three
         # quarters show at least
         edge = corner - 0.25
@@ -213,9 +217,13 @@ class TestAugmentation:
 
 
 def equal(one, other):
-    names = [field.name for field in dataclasses.fields(one)]
-    pairs = [(getattr(one, name), getattr(other, name)) for name in names]
-    return all(torch.equal(a, b) if a is not None else b is None for a, b in pairs)
+    batches = [
+        [*batch.images0, *batch.images1, batch.H_0to1, batch.cells] for batch in (one, other)
+    ]
+    return all(
+        torch.equal(value, expected) if isinstance(value, torch.Tensor) else value == expected
+        for value, expected in zip(*batches)
+    )
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])
@@ -256,9 +264,11 @@ def test_all_pairs_of_a_step_have_the_same_numbers_of_keypoints(tmp_path, make_p
     seen = set()
     for step in range(6):
         parts = [source.load(step)[0] for source in sources]
-        sides = torch.cat([part.counts for part in parts]).T
         # image 001 of the store has no keypoints
-        numbers = [set(side.tolist()) - {0} for side in sides]
+        numbers = [
+            {*torch.cat([count_keypoints(images) for images in sides]).tolist()} - {0}
+            for sides in zip(*((part.images0, part.images1) for part in parts))
+        ]
         assert all(len(number) == 1 for number in numbers)
         seen.add(tuple(number.pop() for number in numbers))
     assert len(seen) > 4 and len({counts for pair in seen for counts in pair}) > 4

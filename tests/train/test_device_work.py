@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from made_pairs import pairs_of, related, scrambled
+from made_pairs import label_pairs, make_pairs, scrambled
 from made_views import made_store
 from processes import in_group
 
@@ -16,13 +16,11 @@ from pipeline import distributed, params
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train import trainer
 from pipeline.train.build import build_objective_and_state, make_network
-from pipeline.train.data import draw_training_pairs, load_batch, split_evenly
+from pipeline.train.data import PairBatch, draw_training_pairs, load_batch, split_evenly
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.optimizer import choose_precision, detect_abilities, make_optimizer
 from superglue_sift import torch_compat
-from superglue_sift.features.sift import ORIENTED
 from superglue_sift.network import sinkhorn
-from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.torch_compat import make_grad_scaler
 
@@ -138,8 +136,8 @@ def step_on_meta(optimizer_of, scaler):
     shapes and no memory, so a read from it is an error. It takes a GPU's path through the code.
     """
     counts = [64, 48, 16]
-    batch = related(pairs_of(*zip(counts, counts), dtype=ORIENTED)).to(META)
-    assert batch.mask0.device == META and batch.second_descriptors0.device == META
+    batch = label_pairs(make_pairs(*zip(counts, counts), orientations=2)).to(META)
+    assert batch.images0.mask.device == META and batch.images1.descriptors.device == META
     model = SuperGlue(SuperGlueConfig(neighbours=True)).to(META).train()
     work = (MatchingObjective(model), optimizer_of(model), scaler, [batch], 1.0, False)
     # clipping works on lists of tensors on a GPU, on `meta` one by one

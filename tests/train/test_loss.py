@@ -6,7 +6,7 @@ import made_views
 import numpy as np
 import pytest
 import torch
-from made_pairs import RAGGED, pairs_of, related, scrambled
+from made_pairs import RAGGED, label_pairs, make_pairs, scrambled
 from processes import in_group
 
 from pipeline import distributed
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.cu111
 @pytest.mark.parametrize("precision, close", [("float32", 1e-3), ("bfloat16", 2e-2)])
 def test_a_gpu_finds_the_loss_and_the_gradient_of_the_cpu(precision, close):
     """Of ragged pairs, empty ones among them."""
-    batch = related(pairs_of(*RAGGED))
+    batch = label_pairs(make_pairs(*RAGGED))
     model = scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True, rotary=True)).train()
     answers = []
     for device, asked in (("cpu", "float32"), ("cuda", precision)):
@@ -77,9 +77,9 @@ def test_the_best_f1_by_hand():
 
 
 def test_the_mark_of_the_ratio_test_is_the_same_on_any_number_of_ranks(tmp_path, monkeypatch):
-    easy = made_views.made_records
+    easy = made_views.make_features
     harder = lambda rng, xy, rows: easy(rng, xy, rows + rng.normal(0, 70, rows.shape))  # noqa: E731
-    monkeypatch.setattr(made_views, "made_records", harder)
+    monkeypatch.setattr(made_views, "make_features", harder)
     folder = str(made_views.made_store(tmp_path))
     mark = mark_of(distributed.join_group(), folder)
     assert 0.2 < mark < 1.0
