@@ -18,7 +18,7 @@ import socket
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Dict, FrozenSet, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from superglue_sift.environment import CPU_INFO
 from superglue_sift.errors import RequestError
@@ -191,8 +191,14 @@ def write_photographs(model: Path, photographs: Optional[Iterable[str]]) -> None
     write_atomic(get_photographs_path(model), TITLE + "".join(f"{line}\n" for line in lines))
 
 
-def read_photographs(model: Path) -> Optional[FrozenSet[str]]:
+def read_photographs(
+    model: Path, info: Optional[Mapping[str, Any]] = None
+) -> Optional[FrozenSet[str]]:
     """Read the photographs on which a model was trained. Return None if they are not known.
+
+    Args:
+        model: the file of the model.
+        info: the description in this file. If None, it is read.
 
     Raises:
         RequestError: If the list belongs to another model.
@@ -210,9 +216,10 @@ def read_photographs(model: Path) -> Optional[FrozenSet[str]]:
         return None
     # The model file has the digest of its list.
     try:
-        digest = load_model_file(model)[1].get(PHOTOGRAPHS_KEY)
+        info = load_model_file(model)[1] if info is None else info
     except (FileNotFoundError, BadCheckpoint):  # This error is reported where the model is loaded
-        digest = None
+        info = {}
+    digest = info.get(PHOTOGRAPHS_KEY)
     if digest is not None and digest != compute_photographs_digest(photographs):
         raise RequestError(
             f"{path}: is not the list of {model.name}; put the one back that was written with it"
@@ -221,7 +228,11 @@ def read_photographs(model: Path) -> Optional[FrozenSet[str]]:
 
 
 def leave_out_photographs(
-    model: Path, photographs: Sequence[str], keep: bool, title: str
+    model: Path,
+    photographs: Sequence[str],
+    keep: bool,
+    title: str,
+    info: Optional[Mapping[str, Any]] = None,
 ) -> Tuple[List[int], str]:
     """Leave out the photographs on which a model was trained.
 
@@ -230,13 +241,14 @@ def leave_out_photographs(
         photographs: the photographs, as in the list of the model.
         keep: whether to keep them all, and only say how many are from the training.
         title: name of the model in the message.
+        info: the description in the model's file. If None, it is read.
 
     Returns:
         The indices of the photographs that stay, and a message. The message is "" if the model was
         trained on none of the photographs.
     """
     indices = list(range(len(photographs)))
-    trained_on = read_photographs(model)
+    trained_on = read_photographs(model, info)
     if trained_on is None:
         has_list = get_photographs_path(model).is_file()
         reason = "its training did not know either" if has_list else "it has no list"

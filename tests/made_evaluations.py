@@ -12,7 +12,7 @@ from reading import read_json
 
 from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
-from pipeline.evaluate import metrics, report
+from pipeline.evaluate import charts, metrics, report
 from pipeline.evaluate.matchers import MATCHERS, OURS
 
 HOMOGRAPHY = {"scale_min": 0.6, "perspective": 0.2, "rotation_deg": 30.0, "tilt_deg": 0.0}
@@ -44,7 +44,7 @@ def run(folder, *extra, draw=False, threshold=("--threshold", "0.1")):
     }
     words = [word for name, path in named.items() for word in (f"--{name}", folder / path)]
     words += ["--device", "cpu", *threshold, *extra]
-    no_charts = mock.patch.object(report, "draw_line_chart", lambda *_, **__: "")
+    no_charts = mock.patch.object(charts, "draw_line_chart", lambda *_, **__: b"")
     with contextlib.nullcontext() if draw else no_charts:
         return errors.run(evaluate.main, list(map(str, words)))
 
@@ -88,12 +88,13 @@ def make_results(errors_of_ours, errors_of_others, further=(), models=None, **ch
     networks = [OURS, *further]
     scored = {name: [NOTHING] * len(rows) for name in networks}
     values = metrics.compute_pair_values(table, scored)
-    samples = metrics.resample_scenes(values, scored)
+    samples = metrics.bootstrap_scenes(values, scored)
     frames = (
         metrics.summarize(values, samples),
         metrics.compare(values, samples, networks),
         pd.DataFrame(),
         metrics.compute_calibration([NOTHING]),
+        pd.concat({OURS: metrics.compute_precision_recall_curve([NOTHING])}, names=["matcher"]),
     )
     model = {"file": "m.safetensors", "sha256": "0123456789", "step": 7}
     known = {name: {**model, **(models or {}).get(name, {})} for name in networks}

@@ -20,42 +20,30 @@ if __name__ == "__main__":
     if params.is_portable(sys.argv[1:]):
         environment.prepare_network()
 
-import argparse
 import contextlib
-import json
 import logging
 import os
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import cv2
 
 from pipeline import errors, provenance, tracking, workers
 from pipeline.errors import RequestError
 from pipeline.evaluate import estimators, evaluation, matchers, report
-from pipeline.evaluate.matchers import OURS, MatcherSet, Network
-from pipeline.evaluate.pairs import HeldOutPairs, HPatchesPairs, PairSource, PosePairs
+from pipeline.evaluate.matchers import OURS, MatcherSet, MatchFunction
+from pipeline.evaluate.pair_files import HPatchesPairs, PosePairs
+from pipeline.evaluate.pairs import HeldOutPairs, PairSource
 from pipeline.evaluate.report import Results
 from pipeline.evaluate.scoring import ScoringSettings
 from pipeline.fetch import dataset
-from pipeline.fetch.dataset import Entry
-from pipeline.params import EvaluateParams
-from superglue_sift.errors import check_range
-from superglue_sift.features import extractors
+from pipeline.fetch.dataset import Entry, ImageSet
+from superglue_sift.errors import Parser
 from superglue_sift.files import check_writable
 from superglue_sift.matcher import PRECISIONS, Matcher
-from superglue_sift.matches import Matches
-from superglue_sift.network.batch import FeaturePair
-from superglue_sift.network.weights import choose_device, find_shipped_weights
+from superglue_sift.network.weights import find_shipped_weights
 
-# Options that exclude each other: robustness needs held-out images, the others homographies.
-EXCLUDED_OPTIONS = (
-    ("robustness", "pairs"),
-    *((option, "poses") for option in ("pairs", "robustness", "bound", "estimators")),
-)
-# Smallest values of options
-SMALLEST_VALUES = {"robustness": 0, "short_side": 0}
 # Arguments of `Matcher.load` that this command also has as options
 MATCHER_OPTIONS = (
     "max_keypoints", "network_keypoints", "threshold", "resize", "precision", "scene", "accept",
@@ -63,22 +51,31 @@ MATCHER_OPTIONS = (
 )  # fmt: skip
 
 
-def parse(argv: Optional[List[str]]) -> argparse.Namespace:
-    """Parse and check the command line.
-
-    Raises:
-        RequestError: If an option is wrong, or if two options exclude each other.
-    """
+def make_parser() -> Parser:
+    """Create the parser of the command line."""
     parser = errors.make_parser("pipeline.evaluate", __doc__)
     add = parser.add_argument
     # The matchers
     add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
     also_help = "another model, or a matcher module:function; repeat for more"
     add("--also", action="append", default=[], metavar="NAME=FILE", help=also_help)
+    add("--bound", action="store_true", help="also a row of the true matches, an upper bound")
     # The pairs
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
-    add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
-    add("--poses", type=Path, help="instead: a pairs_with_gt.txt of cameras, images in --images")
+    sources = parser.add_mutually_exclusive_group()
+    sources.add_argument(
+        "--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout"
+    )
+    sources.add_argument(
+        "--poses", type=Path, help="instead: a pairs_with_gt.txt of cameras, images in --images"
+    )
+    number_help = "number of photographs that are tried under growing blur, noise, ... (default: 0)"
+    sources.add_argument("--robustness", type=int, default=0, help=number_help)
+    side_help = (
+        "--pairs, --poses: resize to this shorter side first, in which errors are measured; 480 is"
+        " HPatches' protocol (default: no)"
+    )
+    add("--short-side", type=int, default=0, help=side_help)
     # The files that are read and written
     add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
@@ -97,67 +94,109 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     threshold_help = "smallest confidence of a match (default: that of the model)"
     add_setting("--threshold", type=float, help=threshold_help)
     add_setting("--resize", type=int, help="longer side of the images for SIFT; 0 keeps the size")
-    add_setting("--precision", choices=PRECISIONS, default="float32", help="of the layers")
+    add_setting("--precision", choices=PRECISIONS, help="of the layers (default: float32)")
     scene_help = "photographs of one place: accept or reject each pair"
     add_setting("--scene", action="store_true", help=scene_help)
     add_setting("--accept", type=float, help="with --scene: smallest probability of one place")
-    min_matches_help = "with --scene: minimum of classical matches; 0 skips none"
-    add_setting("--min-matches", type=int, help=min_matches_help)
-    # Options that change how the metrics are computed
+    min_help = "with --scene: fewest classical matches; 0 skips none"
+    add_setting("--min-matches", type=int, help=min_help)
+    # The metrics, and the machine
     refine_help = "skip the metrics of refined matches, to save time"
-    add_setting("--no-refine", dest="refine", action="store_false", help=refine_help)
-    side_help = (
-        "--pairs, --poses: resize to this shorter side first, in which errors are measured; 480 is"
-        " HPatches' protocol (default: no)"
-    )
-    add("--short-side", type=int, default=0, help=side_help)
+    add("--no-refine", dest="refine", action="store_false", help=refine_help)
     names = f"of: {', '.join(estimators.ESTIMATORS)}"
     default = f"default: {','.join(estimators.DEFAULT)}"
     add("--estimators", help=f"{names}; the first leads ({default})")
-    add("--bound", action="store_true", help="also a row of the true matches, an upper bound")
-    # Further pairs, and the machine
-    number_help = "number of photographs that are tried under growing blur, noise, ... (default: 0)"
-    add("--robustness", type=int, default=0, help=number_help)
-    keep_help = "keep photographs of the training (default: run.allow_training_images of --params)"
-    add("--allow-training-images", action="store_true", help=keep_help)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    return check_options(parser.parse_args(argv))
+    return parser
 
 
-def check_options(args: argparse.Namespace) -> argparse.Namespace:
-    """Check the options, and find the models, functions and files that they name.
+def main(argv: Optional[List[str]] = None) -> int:
+    """Evaluate, write the report, and send it to MLflow. Return the exit code."""
+    workers.end_with_dvc()
+    args = make_parser().parse_args(argv)
+    is_held_out = not (args.pairs or args.poses)
 
-    The attributes `models`, `functions`, `params` and `estimators` of `args` are set. The folder of
-    the results is created.
-
-    Raises:
-        RequestError: If an option is wrong, or if two options exclude each other.
-    """
-    for option, excluded in EXCLUDED_OPTIONS:
-        if getattr(args, option) and getattr(args, excluded):
-            raise RequestError(f"--{option} and --{excluded} exclude each other: leave one out")
-    # Check the values of single options.
-    check_writable(args.out / "metrics.json", args.out)
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, least in SMALLEST_VALUES.items():
-        check_range(f"--{name.replace('_', '-')}", getattr(args, name), least)
-    if args.short_side and not (args.pairs or args.poses):
+    # Check the options before the work.
+    if args.threshold is not None and args.threshold >= 1:
+        raise RequestError(f"--threshold {args.threshold:g}: no match is above it; must be below 1")
+    if args.short_side and is_held_out:
         raise RequestError("--short-side: only with --pairs or --poses")
-    # Load these now, so that a wrong name is reported before the work.
-    args.models, args.functions = find_models(args.model, args.also)
-    args.params = args.params or params.find_default_file()
+    if args.poses and (args.bound or args.estimators):
+        raise RequestError("--bound, --estimators: only for homographies, without --poses")
     names = args.estimators.split(",") if args.estimators else estimators.DEFAULT
     for name in names:
         if name not in estimators.ESTIMATORS:
             choices = ", ".join(estimators.ESTIMATORS)
             raise RequestError(f"--estimators {name}: unknown; choose from {choices}")
-    args.estimators = tuple(dict.fromkeys(names))
-    return args
+    check_writable(args.out / "metrics.json", args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
+    sections = params.load(args.params or params.find_default_file())
+    section = sections.evaluate
+
+    # Load the matchers. Pairs from files have the defaults of superglue-match. Held-out views have
+    # the keypoints of the training, at the size of the views, and the network gets all of these.
+    notes: List[str] = []
+    options = {name: getattr(args, name) for name in MATCHER_OPTIONS}
+    options = {name: value for name, value in options.items() if value is not None}
+    if is_held_out:
+        count = options.get("max_keypoints", section.max_keypoints)
+        options = {"max_keypoints": count, "network_keypoints": count, "resize": 0, **options}
+    files, functions = find_matchers(args.model, args.also)
+    extractor = sections.keypoints.extractor
+    networks = matchers.load_networks(files, args.device, options, extractor, notes)
+
+    # Choose the pairs, without photographs that a compared network was trained on.
+    ours = networks[OURS]
+    size = f"short side {args.short_side}" if args.short_side else "full size"
+    size += f", SIFT at {ours.resize} px" if ours.resize else ", SIFT at this size"
+    source: PairSource
+    if args.pairs:
+        source = HPatchesPairs(args.pairs, args.short_side)
+        origin = f"{args.pairs.resolve().name}: {len(source)} sequences"
+    elif args.poses:
+        source = PosePairs(args.poses, args.images, args.short_side)
+        origin = f"{args.poses.name}: known cameras"
+    else:
+        images = dataset.open_manifest(args.images)
+        keep = sections.run.allow_training_images
+        entries, networks, lines = choose_photographs(images, networks, files, keep)
+        notes += lines
+        source = HeldOutPairs(images, entries, section, args.robustness)
+        # The name of the source, such as coco2017, or of the user's folders
+        name = ", ".join(Path(path).name for path in images.containers.values())
+        name = name if images.source in ("", "folder") else images.source
+        origin = f"{name}: {len(source)} held-out images ({entries[0].split})"
+        origin += "".join(f", {line.rstrip('.')}" for line in lines if keep)
+        size = f"{section.width}x{section.height}"
+    is_part = ours.network_keypoints < ours.max_keypoints
+    limit = f"{ours.network_keypoints} of " if is_part else ""
+    title = f"{origin}, {size}, {limit}{ours.max_keypoints} keypoints"
+
+    # Match, score and write the report.
+    cv2.setNumThreads(1)  # The threads work on several images at a time
+    settings = ScoringSettings(section, tuple(dict.fromkeys(names)), args.bound, args.refine)
+    with silence_warnings():
+        results = evaluation.evaluate(source, title, MatcherSet(networks, functions), settings)
+    results = results._replace(notes=notes)
+    report.write_files(args.out, results, args.curves)
+    # Where the pipeline ends, `python -m pipeline.report` prints the summary.
+    in_stage = "DVC_STAGE" in os.environ
+    headlines = "\n".join(report.make_headlines(results))
+    print(f"\n{headlines if in_stage else report.make_summary(results)}")
+    print(f"\nwritten to {args.out}: {report.TEXT} has all tables", flush=True)
+
+    # Send the results to the MLflow run of the training. Further evaluations have names of their
+    # own, such as test/hpatches/auc_5.
+    if args.mlflow_run is not None:
+        folder = args.pairs or args.poses
+        prefix = tracking.EVALUATION + (f"/{folder.resolve().stem}" if folder else "")
+        send_to_mlflow(args.mlflow_run, args.out, results, ours.info, prefix)
+    return 0
 
 
-def find_models(
+def find_matchers(
     model: Optional[Path], also: Sequence[str]
-) -> Tuple[Dict[str, Path], Dict[str, Callable[[FeaturePair], Matches]]]:
+) -> Tuple[Dict[str, Path], Dict[str, MatchFunction]]:
     """Find the files of all compared models, and import the user's matching functions.
 
     Args:
@@ -170,11 +209,11 @@ def find_models(
     Raises:
         RequestError: If a name is invalid or used already, or if there is no such function.
     """
-    models = {OURS: model or find_shipped_weights()}
+    files = {OURS: model or find_shipped_weights()}
     functions = {}
     for word in also:
         name, _, file = word.partition("=")
-        used_names = (*matchers.MATCHERS, matchers.BOUND, *models, *functions)
+        used_names = (*matchers.MATCHERS, matchers.BOUND, *files, *functions)
         is_valid = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) is not None
         if not is_valid or not file or name in used_names:
             rule = "must be NAME=FILE, NAME a new one of letters, digits, - and _"
@@ -183,209 +222,62 @@ def find_models(
         if re.fullmatch(r"[\w.]+:\w+", file):
             functions[name] = matchers.load_matcher_function(file)
         else:
-            models[name] = Path(file)
-    return models, functions
-
-
-def select_matcher_options(args: argparse.Namespace, section: EvaluateParams) -> Dict[str, Any]:
-    """Return the arguments of `Matcher.load` that follow from the command line and params.yaml.
-
-    Pairs from files have the defaults of superglue-match. Held-out views have the keypoints of the
-    training, at the size of the views, and the network gets all of these keypoints.
-    """
-    defaults: Dict[str, Any] = {}
-    if not (args.pairs or args.poses):
-        count = section.max_keypoints if args.max_keypoints is None else args.max_keypoints
-        defaults = {"max_keypoints": count, "network_keypoints": count, "resize": 0}
-    options = {name: getattr(args, name) for name in MATCHER_OPTIONS}
-    return {**defaults, **{name: value for name, value in options.items() if value is not None}}
-
-
-def load_networks(
-    args: argparse.Namespace, matcher_options: Mapping[str, Any], notes: List[str]
-) -> Dict[str, Network]:
-    """Load the networks, and return them by name.
-
-    A network that matches keypoints of another extractor is left out.
-
-    Args:
-        args: the command line.
-        matcher_options: arguments of `Matcher.load`.
-        notes: the notes of the report, to which lines are added.
-
-    Raises:
-        RequestError: If the extractor is not SIFT and params.yaml does not name it.
-    """
-    device = choose_device(args.device)
-    networks: Dict[str, Network] = {}
-    for name, file in args.models.items():
-        network = matchers.load_network(file, device, **matcher_options)
-        # All rows of a table have the same keypoints, those of the evaluated model.
-        extractor = network.matcher.model.config.extractor
-        if extractor == networks.get(OURS, network).matcher.model.config.extractor:
-            networks[name] = network
-        else:
-            notes.append(f"{name} is left out: it matches keypoints of {extractor}.")
-    # A model file may name any function, so it is run only if the user names it, too.
-    matcher = networks[OURS].matcher
-    extractor = matcher.model.config.extractor
-    if matcher.extractor is None:
-        if params.load(args.params).keypoints.extractor != extractor:
-            raise RequestError(
-                f"{args.models[OURS]}: matches keypoints of {extractor}, code that is run only when"
-                f" asked for: set keypoints.extractor: {extractor} in {args.params}"
-            )
-        matcher.extractor = extractors.load_extractor(extractor)
-    return networks
+            files[name] = Path(file)
+    return files, functions
 
 
 def choose_photographs(
-    args: argparse.Namespace, networks: Dict[str, Network], notes: List[str]
-) -> Tuple[List[Entry], Dict[str, Network]]:
+    images: ImageSet, networks: Mapping[str, Matcher], files: Mapping[str, Path], keep: bool
+) -> Tuple[List[Entry], Dict[str, Matcher], List[str]]:
     """Choose the held-out photographs on which no compared network was trained.
 
     All rows of a table need the same pairs. A photograph on which one network was trained is
-    therefore left out for all networks, unless `run.allow_training_images` keeps it. A further
-    network is left out itself if it was trained on all photographs that remain.
+    therefore left out for all networks. A further network is left out itself if it was trained on
+    all photographs that remain.
 
     Args:
-        args: the command line.
+        images: the images of the stage `fetch`.
         networks: all networks by name.
-        notes: the notes of the report, to which lines are added.
+        files: their files.
+        keep: whether to keep photographs of the training, the key `run.allow_training_images`.
 
     Returns:
-        The photographs, and the networks that are compared.
+        The photographs, the networks that are compared, and notes for the report.
 
     Raises:
         RequestError: If there is no held-out photograph, or if the evaluated network was trained on
             all of them.
     """
     # Take the split `test`, or `val` if there is no test image.
-    images = dataset.open_manifest(args.images)
     entries = images.select_entries("test")
     if not entries:
         entries = images.select_entries("val")
         line = "no test images: using the validation images, on which the checkpoint was chosen"
         print(line, file=sys.stderr)
     if not entries:
-        fix = "raise fetch.val_fraction or add images, then run fetch again"
-        raise RequestError(f"{args.images}: no held-out image; {fix}")
+        raise RequestError("no held-out image: raise fetch.val_fraction, or add images")
     # Each network may remove photographs.
+    notes = []
     compared_networks = {}
     for name, network in networks.items():
         photographs = [images.identify_photograph(entry) for entry in entries]
         title = "the model" if name == OURS else name
-        keep = args.allow_training_images
-        indices, line = provenance.leave_out_photographs(network.file, photographs, keep, title)
+        indices, line = provenance.leave_out_photographs(
+            files[name], photographs, keep, title, network.info
+        )
         if indices:
             notes += [f"{line}."] if line else []
             entries = [entries[index] for index in indices]
             compared_networks[name] = network
         elif name == OURS:
             raise RequestError(
-                f"{network.file}: was trained on all of the {len(entries)} held-out photographs;"
+                f"{files[name]}: was trained on all of the {len(entries)} held-out photographs;"
                 ' evaluate on others, train from scratch (train.init_from: ""), or keep them with'
                 " run.allow_training_images: true"
             )
         else:
             notes.append(f"{name} is left out: it was trained on all {len(entries)} photographs.")
-    return entries, compared_networks
-
-
-def choose_source(
-    args: argparse.Namespace,
-    section: EvaluateParams,
-    matcher: Matcher,
-    entries: Sequence[Entry],
-    notes: List[str],
-) -> Tuple[PairSource, str]:
-    """Return the source of pairs, by default held-out photographs, and the title of its tables.
-
-    Args:
-        args: the command line.
-        section: the section `evaluate` of params.yaml, for held-out photographs.
-        matcher: the evaluated matcher, whose settings are in the title.
-        entries: the held-out photographs, from `choose_photographs`.
-        notes: the notes of the report. The title repeats them if photographs of the training are
-            kept.
-    """
-    max_keypoints = matcher.max_keypoints
-    network_keypoints = matcher.network_keypoints
-    limit = f"{network_keypoints} of " if network_keypoints < max_keypoints else ""
-    keypoints = f"{limit}{max_keypoints} keypoints"
-    size = f"short side {args.short_side}" if args.short_side else "full size"
-    sift_size = f"SIFT at {matcher.resize} px" if matcher.resize else "SIFT at this size"
-    # Read the pairs from files.
-    if args.pairs:
-        source = HPatchesPairs(args.pairs, args.short_side)
-        name = args.pairs.resolve().name
-        return source, f"{name}: {len(source)} sequences, {size}, {sift_size}, {keypoints}"
-    if args.poses:
-        source = PosePairs(args.poses, args.images, args.short_side)
-        return source, f"{args.poses.name}: known cameras, {size}, {sift_size}, {keypoints}"
-    # Or render the pairs from photographs.
-    held_out = HeldOutPairs(dataset.open_manifest(args.images), entries, section)
-    source_info = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
-    # The title names the source, such as coco2017, or the user's folders.
-    name = source_info.get("source", "folder")
-    if name == "folder":
-        containers = source_info["containers"].values()
-        name = ", ".join(Path(container["path"]).name for container in containers)
-    overlap = "".join(f", {line.rstrip('.')}" for line in notes if args.allow_training_images)
-    images = f"{len(held_out)} held-out images ({entries[0].split}){overlap}"
-    return held_out, f"{name}: {images}, {section.width}x{section.height}, {keypoints}"
-
-
-def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
-    """Evaluate all matchers. Return the results and the description of the evaluated model.
-
-    Raises:
-        RequestError: If the request is wrong.
-        WorkError: If no pair can be read.
-    """
-    # Read the section of params.yaml, and load the networks.
-    sections = params.load(args.params)
-    section = sections.evaluate
-    # The key of the training counts like the option: a stage of DVC has fixed options.
-    args.allow_training_images |= sections.run.allow_training_images
-    notes: List[str] = []
-    networks = load_networks(args, select_matcher_options(args, section), notes)
-    # Choose the pairs, without photographs that a compared network was trained on.
-    entries: List[Entry] = []
-    if not (args.pairs or args.poses):
-        entries, networks = choose_photographs(args, networks, notes)
-    matcher_set = MatcherSet(networks, args.functions)
-    source, title = choose_source(args, section, matcher_set.evaluated, entries, notes)
-    # Match and score.
-    settings = ScoringSettings(section, args.estimators, args.bound, args.refine)
-    results = evaluation.evaluate_source(source, title, matcher_set, settings, args.robustness)
-    return results._replace(notes=notes), networks[OURS].info
-
-
-def send_to_mlflow(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -> None:
-    """Add the headline, the files and a description to the MLflow run of the model's training.
-
-    Nothing is done without `--mlflow-run`.
-
-    Args:
-        args: the command line.
-        results: the results, whose files are written already.
-        info: the description in the model's file, which names the training.
-    """
-    if args.mlflow_run is None:
-        return
-    # Further evaluations have names of their own, such as test/hpatches/auc_5.
-    folder = args.pairs or args.poses
-    prefix = "/".join(filter(None, (tracking.EVALUATION, folder.resolve().stem if folder else "")))
-    values = {f"{prefix}/{name}": value for name, value in report.select_headline(results).items()}
-    with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
-        run.log_metrics(values, int(info.get("step") or 0))
-        run.set_tags({f"{prefix}.processor": provenance.read_processor()})
-        # Held-out images come from the data on which the model was trained.
-        if folder is None:
-            auc = report.compare_matchers(results)[-1]["ours"]["value"]
-            run.describe(f"AUC@5 {report.format_percent(auc)}", report.make_note(results, prefix))
-        run.add_artifact(args.out, prefix)
+    return entries, compared_networks, notes
 
 
 @contextlib.contextmanager
@@ -403,22 +295,27 @@ def silence_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    """Evaluate, write the report, and send it to MLflow. Return the exit code."""
-    workers.end_with_dvc()
-    args = parse(argv)
-    cv2.setNumThreads(1)  # The threads work on several images at a time
-    with silence_warnings():
-        results, info = evaluate(args)
-    # Write the files first, so that MLflow can copy them.
-    report.write_files(args.out, results, report.render_page(results, args.curves))
-    # Where the pipeline ends, `python -m pipeline.report` prints the summary.
-    in_stage = "DVC_STAGE" in os.environ
-    headlines = "\n".join(report.make_headlines(results))
-    print(f"\n{headlines if in_stage else report.make_summary(results)}")
-    print(f"\nwritten to {args.out}: {report.TEXT} has all tables", flush=True)
-    send_to_mlflow(args, results, info)
-    return 0
+def send_to_mlflow(
+    log: Path, out: Path, results: Results, info: Mapping[str, Any], prefix: str
+) -> None:
+    """Add the headline, the files and a description to the MLflow run of the model's training.
+
+    Args:
+        log: the mlflow.json of the training, which names the run.
+        out: the folder of the report.
+        results: the results, whose files are written already.
+        info: the description in the model's file, which names the training.
+        prefix: how the names of metrics and artifacts begin.
+    """
+    values = {f"{prefix}/{name}": value for name, value in report.select_headline(results).items()}
+    with tracking.attach(log, training=info.get("training")) as run:
+        run.log_metrics(values, int(info.get("step") or 0))
+        run.set_tags({f"{prefix}.processor": provenance.read_processor()})
+        # Held-out images come from the data on which the model was trained.
+        if prefix == tracking.EVALUATION:
+            auc = report.compare_matchers(results)[-1]["ours"]["value"]
+            run.describe(f"AUC@5 {report.format_percent(auc)}", report.make_note(results, prefix))
+        run.add_artifact(out, prefix)
 
 
 if __name__ == "__main__":

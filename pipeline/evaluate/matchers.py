@@ -1,4 +1,4 @@
-"""Match the evaluated pairs by networks, by nearest neighbours, and by functions of the user.
+"""Match the evaluated pairs by networks, by nearest neighbors, and by functions of the user.
 
 A network is a `Matcher` of the library, so that its matches are those that a user gets. All
 matchers get the same keypoints.
@@ -6,21 +6,21 @@ matchers get the same keypoints.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import threading
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Dict, List, Mapping
 
 import numpy as np
+import torch
 
 from pipeline.errors import RequestError
 from pipeline.evaluate.pairs import LabeledPair
-from superglue_sift.features import nearest
-from superglue_sift.features.features import Features
+from superglue_sift.features import extractors, nearest
 from superglue_sift.matcher import Matcher
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import FeaturePair
-from superglue_sift.network.weights import load_model_file
 
 OURS = "superglue"
 SHIPPED = "shipped_weights"
@@ -31,43 +31,67 @@ MATCHERS = (OURS, *BASELINES)  # Every table has these matchers, in this order
 BOUND = "true_matches"  # No matcher but the true matches, the upper bound with these keypoints
 NO_THRESHOLD = -1.0  # A threshold that every confidence exceeds
 MatchesByMatcher = Dict[str, Matches]  # The matches of each matcher on one pair, by its name
+MatchFunction = Callable[[FeaturePair], Matches]  # A matcher of the user
 
 
-class Network(NamedTuple):
-    """A trained network.
+def load_networks(
+    files: Mapping[str, Path],
+    device: str,
+    options: Mapping[str, Any],
+    extractor: str,
+    notes: List[str],
+) -> Dict[str, Matcher]:
+    """Load the networks, and return them by name.
 
-    Attributes:
-        matcher: the `Matcher` of the library, with its settings.
-        file: the file from which it was loaded.
-        info: the description that is stored in the file.
-    """
-
-    matcher: Matcher
-    file: Path = Path()
-    info: Mapping[str, Any] = MappingProxyType({})
-
-    @property
-    def threshold(self) -> float:
-        """Return the confidence above which a match counts.
-
-        With `scene`, the matcher has dropped all other matches itself.
-        """
-        return self.matcher.threshold if self.matcher.rules is None else NO_THRESHOLD
-
-
-def load_network(file: Path, device: str, **settings: Any) -> Network:
-    """Load a model file for evaluation.
+    A network is left out if it matches keypoints of another extractor than the evaluated one, or
+    if it has the same weights.
 
     Args:
-        file: a trained model or any checkpoint.
-        device: where the network runs: "auto", "cpu", "cuda" or "cuda:N".
-        settings: further arguments of `Matcher.load`.
+        files: the model files by name, the evaluated one first.
+        device: where the networks run: "auto", "cpu", "cuda" or "cuda:N".
+        options: further arguments of `Matcher.load`.
+        extractor: the extractor that may be run, the key `keypoints.extractor`.
+        notes: the notes of the report, to which lines are added.
 
     Raises:
-        RequestError: If the file cannot be read, or if a setting is wrong.
+        RequestError: If a file cannot be read, if an option is wrong, or if the evaluated network
+            matches keypoints of another extractor than SIFT and `extractor`.
     """
-    matcher = Matcher.load(file, device, **settings)
-    return Network(matcher, file, load_model_file(file)[1])
+    networks: Dict[str, Matcher] = {}
+    for name, file in files.items():
+        network = Matcher.load(file, device, **options)
+        ours = networks.get(OURS, network)
+        needed = network.model.config.extractor
+        # All rows of a table have the same keypoints, those of the evaluated network.
+        if needed != ours.model.config.extractor:
+            notes.append(f"{name} is left out: it matches keypoints of {needed}.")
+        elif network is not ours and has_equal_weights(network, ours):
+            notes.append(f"{name} is left out: it has the weights of the model.")
+        else:
+            networks[name] = network
+    # A model file may name any function, so it is run only if the user names it, too.
+    ours = networks[OURS]
+    needed = ours.model.config.extractor
+    if ours.extractor is None:
+        if extractor != needed:
+            raise RequestError(
+                f"{files[OURS]}: matches keypoints of {needed}, code that is run only when asked"
+                f" for: set keypoints.extractor: {needed}"
+            )
+        networks[OURS] = dataclasses.replace(ours, extractor=extractors.load_extractor(needed))
+    # Threads match several pairs at a time.
+    for network in networks.values():
+        network.use_one_core_per_pair()
+    return networks
+
+
+def has_equal_weights(network: Matcher, other: Matcher) -> bool:
+    """Return whether two networks have the same configuration and the same weights."""
+    tensors = network.model.state_dict()
+    others = other.model.state_dict()
+    return network.model.config == other.model.config and all(
+        torch.equal(tensor, others[name]) for name, tensor in tensors.items()
+    )
 
 
 class MatcherSet:
@@ -79,55 +103,38 @@ class MatcherSet:
     """
 
     def __init__(
-        self,
-        networks: Mapping[str, Network],
-        functions: Mapping[str, Callable[[FeaturePair], Matches]] = MappingProxyType({}),
+        self, networks: Mapping[str, Matcher], functions: Mapping[str, MatchFunction] = {}
     ):
         self.networks = networks
         self.functions = functions
-        self.evaluated = networks[OURS].matcher  # Its extractor finds the keypoints for all
-        # Above this confidence a match counts. The other matchers have no threshold.
-        thresholds = {name: network.threshold for name, network in networks.items()}
-        self.thresholds = {**thresholds, RATIO_TEST: RATIO_THRESHOLD}
+        self.evaluated = networks[OURS]  # Its extractor finds the keypoints for all
+        # Above this confidence a match counts. The other matchers have no threshold. With the rules
+        # of a scene, a network has dropped all other matches itself.
+        self.thresholds = {RATIO_TEST: RATIO_THRESHOLD}
+        for name, network in networks.items():
+            self.thresholds[name] = network.threshold if network.rules is None else NO_THRESHOLD
+        self._turn = threading.Lock()
 
-    def extract(self, image: np.ndarray) -> Features:
-        """Extract the features of gray pixels (H, W) uint8, which all matchers get."""
-        return self.evaluated.extract(image)
+    def match(self, labeled_pair: LabeledPair) -> MatchesByMatcher:
+        """Return all matches of each matcher, whatever their confidence.
 
-    def match(self, labeled_pairs: Sequence[LabeledPair], batch: int) -> List[MatchesByMatcher]:
-        """Match each pair by each matcher, and return all matches, whatever their confidence.
+        Threads may call this. Functions of the user run one after the other.
 
         Args:
-            labeled_pairs: the pairs, whose ground truth is not used.
-            batch: number of pairs in one pass of a network. Equal batches give equal bits.
-
-        Returns:
-            The matches of each matcher, for each pair.
+            labeled_pair: the pair, whose ground truth is not used.
         """
-        results: List[MatchesByMatcher] = [{} for _ in labeled_pairs]
+        matches_by_matcher = {}
         for name, network in self.networks.items():
-            for start in range(0, len(labeled_pairs), batch):
-                part = slice(start, start + batch)
-                features = [labeled_pair.features for labeled_pair in labeled_pairs[part]]
-                network_matches = network.matcher.match_features(features)
-                for matches_by_matcher, (matches, _) in zip(results[part], network_matches):
-                    matches_by_matcher[name] = matches
-        # Run the baselines and the user's functions on one pair after the other.
-        for matches_by_matcher, labeled_pair in zip(results, labeled_pairs):
-            pair = labeled_pair.pair
-            matches_by_matcher.update(match_baselines(pair))
-            matches_by_matcher.update((name, match(pair)) for name, match in self.functions.items())
-        return results
-
-    def apply_thresholds(self, matches_by_matcher: Mapping[str, Matches]) -> MatchesByMatcher:
-        """Drop the matches that do not count, because they are below the threshold of a matcher."""
-        return {
-            name: matches.above(self.thresholds.get(name, NO_THRESHOLD))
-            for name, matches in matches_by_matcher.items()
-        }
+            ((matches, _),) = network.match_features([labeled_pair.features])
+            matches_by_matcher[name] = matches
+        matches_by_matcher.update(match_baselines(labeled_pair.pair))
+        with self._turn:
+            for name, function in self.functions.items():
+                matches_by_matcher[name] = function(labeled_pair.pair)
+        return matches_by_matcher
 
 
-def load_matcher_function(name: str) -> Callable[[FeaturePair], Matches]:
+def load_matcher_function(name: str) -> MatchFunction:
     """Import a matching function of the user, which is named as `module:function`.
 
     The user's function gets the Features of both images. It returns two arrays (M,): the index in
@@ -167,12 +174,12 @@ def load_matcher_function(name: str) -> Callable[[FeaturePair], Matches]:
 
 
 def match_baselines(pair: FeaturePair) -> Dict[str, Matches]:
-    """Match the nearest neighbours by descriptor. Return the matches of each baseline by its name.
+    """Match the nearest neighbors by descriptor. Return the matches of each baseline by its name.
 
     The confidence of a match is 1 - ratio of distances. The ratio test has all mutual matches here.
     Its threshold selects those that count, as the threshold of a network does.
     """
     # All three baselines share one product of the descriptors.
-    neighbours, is_mutual = nearest.match_nearest(*map(nearest.unit_descriptors, pair))
-    mutual = neighbours.only(is_mutual)
-    return {"nn": neighbours, "mutual_nn": mutual, RATIO_TEST: mutual}
+    neighbors, is_mutual = nearest.match_nearest(*map(nearest.unit_descriptors, pair))
+    mutual = neighbors.only(is_mutual)
+    return {"nn": neighbors, "mutual_nn": mutual, RATIO_TEST: mutual}

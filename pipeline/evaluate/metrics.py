@@ -144,7 +144,7 @@ def find_threshold(outcomes: Sequence[MatchOutcomes], min_precision: float) -> f
     """
     steps = []
     for scores, is_correct, *_ in outcomes:
-        # Each match, from the most confident on, changes the precision of its pair by some amount.
+        # Change of precision as matches are added by confidence.
         order = np.argsort(-scores, kind="stable")
         precision = np.cumsum(is_correct[order]) / np.arange(1, len(order) + 1)
         steps.append((scores[order], np.diff(precision, prepend=0.0)))
@@ -172,10 +172,31 @@ def compute_precision_recall(
     return np.array(parts).swapaxes(0, 1)
 
 
-def resample_scenes(
+def compute_precision_recall_curve(outcomes: Sequence[MatchOutcomes]) -> pd.DataFrame:
+    """Compute mean precision and recall over the threshold of a matcher.
+
+    Args:
+        outcomes: the outcomes of all matches of each pair.
+
+    Returns:
+        The columns threshold, precision and recall. The thresholds are at most POINTS quantiles of
+        the confidences.
+    """
+    confidences = np.concatenate([[1.0], *(scores for scores, *_ in outcomes)])
+    thresholds = np.unique(np.quantile(confidences, np.linspace(0, 1, POINTS)))
+    precision, recall = compute_precision_recall(outcomes, thresholds)
+    means = {
+        "threshold": thresholds,
+        "precision": precision.mean(0),
+        "recall": pd.DataFrame(recall).mean(),  # Without pairs whose recall is undefined
+    }
+    return pd.DataFrame(means)
+
+
+def bootstrap_scenes(
     values: pd.DataFrame, outcomes: Mapping[str, Sequence[MatchOutcomes]] = MappingProxyType({})
 ) -> pd.DataFrame:
-    """Compute the mean of each column on each of R resamples of the scenes, (R, columns).
+    """Bootstrap over scenes: column means of R resamples, (R, columns).
 
     Args:
         values: the values of all pairs, from `compute_pair_values`.
@@ -201,7 +222,7 @@ def resample_scenes(
         confidences = np.concatenate([[1.0], *(scores for scores, *_ in pairs)])
         thresholds = np.quantile(confidences, np.linspace(0, 1, POINTS))
         precision, recall = (
-            resample_scenes(pd.DataFrame(curve, values.index))
+            bootstrap_scenes(pd.DataFrame(curve, values.index))
             for curve in compute_precision_recall(pairs, thresholds)
         )
         is_precise = precision.ge(samples[RATIO_TEST, "precision", "", False], axis=0)
@@ -218,7 +239,7 @@ def summarize(values: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         values: the values of all pairs, from `compute_pair_values`.
-        samples: their means on each resample, from `resample_scenes`.
+        samples: their means on each resample, from `bootstrap_scenes`.
     """
     low, high = samples.quantile(ENDS).round(DIGITS).to_numpy()
     return pd.DataFrame({"value": values.mean(), "low": low, "high": high, "pairs": values.count()})
@@ -231,7 +252,7 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
 
     Args:
         values: the values of all pairs, from `compute_pair_values`.
-        samples: their means on each resample, from `resample_scenes`.
+        samples: their means on each resample, from `bootstrap_scenes`.
         networks: the names of the networks, the evaluated one among them.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Report an evaluation: the headlines, the printed tables, the files, the page, the note in MLflow.
+"""Report an evaluation: headlines, printed tables, files, the page, the note in MLflow.
 
-Only `write_files` writes files; the other functions return text, tables or charts. Every table is a
-slice of the metrics (`metrics.summarize`) or of the long table of all pairs.
-The page needs no other file. Its charts are drawn by matplotlib, and its text is `page.html`.
+Only `write_files` writes files; the other functions return text or tables. Every table is a slice
+of the metrics (`metrics.summarize`) or of the long table of all pairs. The page needs no other
+file. Its text is `page.html`, and `charts` draws its charts.
 """
 
 # pandas has no types. A type checker guesses them from its source, mostly wrongly.
@@ -12,24 +12,18 @@ The page needs no other file. Its charts are drawn by matplotlib, and its text i
 
 from __future__ import annotations
 
-import base64
 import functools
-import io
-import itertools
 import math
 import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import jinja2
-import matplotlib
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
-from matplotlib.figure import Figure
 
-from pipeline.evaluate import metrics
-from pipeline.evaluate.matchers import OURS, RATIO_TEST, SHIPPED
+from pipeline.evaluate import charts, metrics
+from pipeline.evaluate.matchers import OURS, RATIO_TEST
 from pipeline.evaluate.metrics import (
     KEY,
     WITHIN,
@@ -44,14 +38,6 @@ from superglue_sift.files import write_atomic, write_json
 SUMMARY = "summary.txt"
 TEXT = "report.txt"
 PAGE = "index.html"
-TITLES = {
-    OURS: "SuperGlue",
-    RATIO_TEST: "ratio test, mutual",
-    "mutual_nn": "mutual NN",
-    "nn": "NN",
-    "true_matches": "true matches (bound)",
-    SHIPPED: "shipped weights",
-}
 # What the metric of `choose_recall_metric` means, in plain words
 RECALL_MEANINGS = {"recall": "true matches found", "matching_score": "of keypoints"}
 # Metrics without an estimator, in the order of the columns: the heading, and its meaning
@@ -62,7 +48,6 @@ HEADINGS = {
     "recall_at_ratio_precision": ("R@P", "recall at the ratio test's precision"),
     "matching_score_at_ratio_precision": ("MS@P", "MS at the ratio test's precision"),
 }
-KINDS = {False: "as detected", True: "refined"}  # Words for the two kinds of matches
 # A value in a file has 4 decimals and at most 4 significant digits. The interval of some hundred
 # pairs is wider than a tenth of a percent, so further digits mean nothing, and they differ between
 # processors. The printed tables are made from the full values, so that no value is rounded twice.
@@ -70,22 +55,7 @@ DIGITS = 4
 COUNTS = ("keypoints0", "keypoints1", "matches", "correct", "true_matches", "found")
 WIDTH = 100  # Columns of the printed tables
 
-# One color for each matcher of `TITLES` on every chart, then those of further matchers. All of
-# them are readable on a light and on a dark page.
-COLORS = ("#10a070", "#e0524a", "#4a86e8", "#c08a1e", "#8c8c8c", "#2aa5b5", "#a8745a")
-FURTHER_COLORS = ("#9a6fe0", "#d264a8", "#7d9a2d", "#5c73a8")
-INK = "#888888"
-STYLE: Any = {
-    "svg.fonttype": "none",  # Text stays text, which a browser can find and copy
-    "svg.hashsalt": "charts",  # Without it the names in the file are random
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
-    ),
-}
 KEPT = "Training kept the initial weights: no later step was better in validation."
-Chart = Tuple[Markup, str]  # A chart and its caption
 
 
 class Results(NamedTuple):
@@ -103,6 +73,8 @@ class Results(NamedTuple):
         robustness: mean value and number of pairs, with a row for each (condition, level, matcher,
             metric, estimator, refined).
         calibration: the table of `metrics.compute_calibration`.
+        precision_recall: the tables of `metrics.compute_precision_recall_curve`, of the network and
+            the ratio test, by matcher.
         bad_images: (file, reason) of each image that could not be read.
         notes: sentences for the report.
         protocol: the content of protocol.json.
@@ -118,15 +90,11 @@ class Results(NamedTuple):
     differences: pd.DataFrame
     robustness: pd.DataFrame
     calibration: pd.DataFrame
+    precision_recall: pd.DataFrame
     bad_images: Sequence[Tuple[str, str]] = ()
     notes: Sequence[str] = ()
     protocol: Mapping[str, Any] = {}
     pictures: Sequence[Tuple[str, str, np.ndarray]] = ()
-
-
-def get_title(matcher: str) -> str:
-    """Return the name of a matcher in tables and charts."""
-    return TITLES.get(matcher, matcher)
 
 
 def format_percent(value: float) -> str:
@@ -238,7 +206,9 @@ def make_percent_table(results: Results, columns: Mapping[tuple, Any]) -> pd.Dat
     """
     values = results.metrics["value"].unstack(KEY)
     table = values.loc[list_matchers(results), list(columns)].map(format_percent)
-    return pd.DataFrame(table.to_numpy(), map(get_title, table.index), list(columns.values()))
+    return pd.DataFrame(
+        table.to_numpy(), map(charts.get_title, table.index), list(columns.values())
+    )
 
 
 def make_matches_table(results: Results) -> pd.DataFrame:
@@ -268,7 +238,7 @@ def make_auc_tables(results: Results) -> List[pd.DataFrame]:
             if key[0].startswith("auc_") and key[2] == refined
         }
         table = make_percent_table(results, columns)
-        names = [f"AUC, {KINDS[refined]}", ""]
+        names = [f"AUC, {charts.KINDS[refined]}", ""]
         tables.append(table.set_axis(pd.MultiIndex.from_tuples(table, names=names), axis=1))
     return tables
 
@@ -295,7 +265,7 @@ def make_scenes_table(results: Results) -> pd.DataFrame:
     lead = get_leading_estimator(results.table)
     values = results.values.xs(("auc_3", lead, False), axis=1, level=KEY)
     by_scene = values.groupby(level="scene", sort=False)
-    means = by_scene.mean().map(format_percent).rename(columns=get_title)
+    means = by_scene.mean().map(format_percent).rename(columns=charts.get_title)
     means.insert(0, "pairs", by_scene.size())
     return means.rename_axis(index=None, columns=f"AUC@3 {lead.upper()}")
 
@@ -402,18 +372,19 @@ def make_csv_tables(results: Results) -> Dict[str, pd.DataFrame]:
         name_metric(*key): curve.reset_index()
         for key, curve in metrics.compute_error_curves(results.table).items()
     }
+    curves["precision_recall"] = results.precision_recall.reset_index("matcher")
     if not has_pose_errors(results.table):
         curves["calibration"] = results.calibration
     return {**csv_tables, **{f"curves/{name}": curve for name, curve in curves.items()}}
 
 
-def write_files(out: Path, results: Results, page: str) -> None:
-    """Write all files of the report. Remove the curves and pictures of an earlier evaluation.
+def write_files(out: Path, results: Results, curves: Optional[Path] = None) -> None:
+    """Write all files of the report. Remove the curves and pictures of another evaluation.
 
     Args:
         out: the folder of the report.
         results: the results of the evaluation.
-        page: the HTML text from `render_page`.
+        curves: the SVG of the learning curve for the page.
     """
     # Write the metrics for DVC and for programs.
     values = {
@@ -423,7 +394,6 @@ def write_files(out: Path, results: Results, page: str) -> None:
     write_json(out / "metrics.json", values, indent=2)
     write_json(out / "summary.json", select_headline(results), indent=2)
     write_json(out / "protocol.json", results.protocol, indent=2)
-    # Remove the curves and pictures of an earlier evaluation.
     for folder in ("curves", "pictures"):
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
@@ -432,115 +402,45 @@ def write_files(out: Path, results: Results, page: str) -> None:
         write_atomic(out / f"{name}.csv", content)
     for name, _, pixels in results.pictures:
         drawing.Picture(pixels).save(out / "pictures" / f"{name}.png")
+    chart = charts.draw_precision_recall_chart(
+        results.precision_recall,
+        results.metrics,
+        choose_recall_metric(results.table),
+        charts.assign_colors(list_matchers(results)),
+    )
+    write_atomic(out / "curves" / "precision_recall.svg", chart)
     # Write the report as text and as a page.
     write_atomic(out / SUMMARY, make_summary(results) + "\n")
     write_atomic(out / TEXT, make_text(results) + "\n")
-    write_atomic(out / PAGE, page)
+    write_atomic(out / PAGE, render_page(results, chart, curves))
 
 
 # --- the page
 
 
-def assign_colors(matchers: Sequence[str]) -> Dict[str, str]:
-    """Return the color of each matcher."""
-    # A matcher of TITLES keeps its color whether or not the others are shown.
-    fixed_colors = dict(zip(TITLES, COLORS))
-    further_colors = itertools.cycle(FURTHER_COLORS)
-    return {name: fixed_colors.get(name) or next(further_colors) for name in matchers}
-
-
-def draw_line_chart(
-    frame: pd.DataFrame, colors: Mapping[str, str], label: str, diagonal: bool = False
-) -> Markup:
-    """Draw a chart with a line for each matcher, and return it as an HTML element `img`.
-
-    Args:
-        frame: a column for each matcher. The index is x, and its name is the label of the x axis.
-            An index of words has them at the positions 0, 1, ...
-        colors: the color of each matcher, from `assign_colors`.
-        label: the label of the y axis, which goes from 0 to 1.
-        diagonal: whether to add a dashed diagonal.
-    """
-    with matplotlib.rc_context(STYLE):
-        # pyplot would open a window, and would keep each figure in memory.
-        figure = Figure(figsize=(4.6, 3.1))
-        # Margins are fixed, because a layout that measures the text takes as long as drawing.
-        axes = figure.add_axes((0.14, 0.17, 0.84, 0.8))
-        if diagonal:
-            axes.plot((0, 1), (0, 1), color=INK, alpha=0.6, linestyle="--", linewidth=1)
-        # The network is drawn last, so that its line lies above the others.
-        for name in sorted(frame, key=lambda matcher: matcher == OURS):
-            width = 2.6 if name == OURS else 1.4
-            axes.plot(frame.index, frame[name], color=colors[name], linewidth=width)
-        axes.set(xlabel=frame.index.name, ylabel=label, ylim=(0, 1.02))
-        # The SVG has no date, so equal charts give equal bytes.
-        svg = io.BytesIO()
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-    source = make_data_uri("svg+xml", svg.getvalue())
-    return Markup('<img src="{}" alt="{} over {}">').format(source, label, frame.index.name)
-
-
-def make_data_uri(kind: str, data: bytes) -> str:
-    """Return the bytes of an image as a data URI, so that the page needs no other file.
-
-    `kind` is the subtype of the image's MIME type, such as "png" or "svg+xml".
-    """
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
-
-
-def draw_error_charts(results: Results, colors: Mapping[str, str]) -> List[Chart]:
-    """Draw the curves whose areas are the AUC metrics, for each estimator and kind of matches."""
-    axis = "pose error, degrees" if has_pose_errors(results.table) else "corner error, px"
-    charts = []
-    for (_, estimator, refined), curve in metrics.compute_error_curves(results.table).items():
-        chart = draw_line_chart(curve.rename_axis(axis), colors, "fraction of pairs")
-        charts.append((chart, f"{estimator.upper()}, matches {KINDS[refined]}"))
-    return charts
-
-
-def draw_calibration_chart(results: Results, colors: Mapping[str, str]) -> Chart:
-    """Draw the fraction of correct matches over the network's confidence."""
-    # (bins,): only the network has a calibration.
-    bins = results.calibration.set_index("confidence")[["precision"]].set_axis([OURS], axis=1)
-    frame = bins.rename_axis("confidence of a match")
-    words = "Calibration: on the dashed line, a match of confidence 0.8 is correct in 80 % of cases"
-    return draw_line_chart(frame, colors, "fraction of correct ones", diagonal=True), words
-
-
-def draw_robustness_charts(results: Results, colors: Mapping[str, str]) -> List[Chart]:
-    """Draw recall and the leading AUC at each level of each condition.
-
-    The lines are the network and the ratio test.
-    """
-    lead = get_leading_estimator(results.table)
-    charted_metrics = (("recall", "", "recall"), ("auc_5", lead, f"AUC@5 {lead.upper()}"))
-    charts = []
-    for name, part in results.robustness.groupby("condition", sort=False):
-        for metric, estimator, label in charted_metrics:
-            means = part.xs((metric, estimator, False), level=KEY)
-            # Each matcher has a line over the levels, which are words at equal distances.
-            frame = means["value"].unstack("matcher").sort_index()
-            frame = frame.set_axis([f"{level:g}" for _, level in frame.index]).rename_axis(name)
-            # Small photographs have no pair at the last levels of zoom.
-            caption = f"{label}; at least {means['pairs'].min()} pairs at each level"
-            charts.append((draw_line_chart(frame, colors, label), caption))
-    return charts
-
-
-def render_page(results: Results, curves: Optional[Path] = None) -> str:
+def render_page(results: Results, precision_recall: bytes, curves: Optional[Path] = None) -> str:
     """Render the page as HTML text.
 
-    `curves` is the SVG of the learning curve. If the file is missing, the page leaves it out.
+    Args:
+        results: the results of the evaluation.
+        precision_recall: the SVG of `draw_precision_recall_chart`.
+        curves: the SVG of the learning curve. If the file is missing, the page leaves it out.
     """
-    # Draw the charts, each of which is a text of some 20 kB.
-    colors = assign_colors(list_matchers(results))
-    errors = draw_error_charts(results, colors)
+    colors = charts.assign_colors(list_matchers(results))
+    lead = get_leading_estimator(results.table)
     # The leading estimator comes first, with detected and refined matches. The others follow.
-    lead = get_leading_estimator(results.table).upper()
-    charts = [(chart, caption) for chart, caption in errors if caption.startswith(lead)]
-    more_charts = [chart for chart in errors if chart not in charts]
+    error_charts = charts.draw_error_charts(results.table, colors)
+    caption = "Precision over recall; the point is the threshold of all other metrics"
+    first_charts = [(charts.make_image(precision_recall, "precision over recall"), caption)]
+    first_charts += [chart for (name, _), chart in error_charts.items() if name == lead]
     if not has_pose_errors(results.table):
-        charts.append(draw_calibration_chart(results, colors))
+        first_charts.append(charts.draw_calibration_chart(results.calibration, colors))
+    robustness_charts = []
+    if len(results.robustness):
+        robustness_charts = charts.draw_robustness_charts(results.robustness, lead, colors)
+    learning_curve = ""
+    if curves and curves.is_file():
+        learning_curve = charts.make_data_uri("svg+xml", curves.read_bytes())
     # StrictUndefined: a name that is wrong in the template is an error, not an empty text.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -551,7 +451,7 @@ def render_page(results: Results, curves: Optional[Path] = None) -> str:
     )
     html = functools.partial(pd.DataFrame.to_html, border=0)
     environment.filters.update(
-        percent=format_percent, points=format_points, title=get_title, html=html
+        percent=format_percent, points=format_points, title=charts.get_title, html=html
     )
     return environment.get_template("page.html").render(
         results=results,
@@ -559,16 +459,14 @@ def render_page(results: Results, curves: Optional[Path] = None) -> str:
         comparisons=compare_matchers(results)[:3],
         # The page has JPEG, which is smaller than the PNG of the folder.
         pictures=[
-            (make_data_uri("jpeg", drawing.Picture(pixels).encode()), caption)
+            (charts.make_data_uri("jpeg", drawing.Picture(pixels).encode()), caption)
             for _, caption, pixels in results.pictures
         ],
-        learning=make_data_uri("svg+xml", curves.read_bytes())
-        if curves and curves.is_file()
-        else "",
+        learning=learning_curve,
         colors=colors,
-        charts=charts,
-        more_charts=more_charts,
-        robustness=draw_robustness_charts(results, colors) if len(results.robustness) else [],
+        charts=first_charts,
+        more_charts=[chart for (name, _), chart in error_charts.items() if name != lead],
+        robustness=robustness_charts,
         matches_table=make_matches_table(results),
         remarks=[*make_remarks(results), *make_auc_remarks(results)],
         auc_tables=make_auc_tables(results),

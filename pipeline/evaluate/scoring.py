@@ -8,16 +8,17 @@ error of a relative pose is in degrees. An error is infinite if there is no esti
 from __future__ import annotations
 
 import zlib
-from typing import Dict, Iterator, List, Mapping, NamedTuple, Tuple
+from typing import Iterator, List, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import torch
 
 from pipeline.evaluate import estimators
 from pipeline.evaluate.estimators import Points
-from pipeline.evaluate.matchers import BOUND
-from pipeline.evaluate.pairs import CameraPair, LabeledPair
+from pipeline.evaluate.matchers import BOUND, OURS, RATIO_TEST
+from pipeline.evaluate.pairs import CameraPair, ImagePair, LabeledPair, Truth
 from pipeline.params import EvaluateParams
+from superglue_sift import drawing
 from superglue_sift.geometry import two_view
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
@@ -28,10 +29,29 @@ from superglue_sift.network.ground_truth import UNMATCHED, find_true_matches
 CORRECT_PX = 3.0
 
 Row = Tuple[str, str, str, str, bool, str, float]
-# All K matches of a network on a pair, whatever their scores. Three arrays (K,) have the score of
+# All K matches of a matcher on a pair, whatever their scores. Three arrays (K,) have the score of
 # each match, whether it is correct, and whether it is a true match. The number is the count of all
 # true matches of the pair.
 MatchOutcomes = Tuple[np.ndarray, np.ndarray, np.ndarray, int]
+PICTURED = (OURS, RATIO_TEST)  # The matchers whose matches are drawn
+
+
+class PairScores(NamedTuple):
+    """What is kept of a pair after it was scored.
+
+    Attributes:
+        images: the pair of images.
+        scene_index: index of its scene in the source.
+        rows: the rows of the table.
+        outcomes: the outcomes of all matches of each matcher with a threshold.
+        panels: the matches above the threshold of the matchers PICTURED, for a picture.
+    """
+
+    images: ImagePair
+    scene_index: int
+    rows: List[Row]
+    outcomes: Mapping[str, MatchOutcomes] = {}
+    panels: Sequence[drawing.Panel] = ()
 
 
 class ScoringSettings(NamedTuple):
@@ -86,17 +106,23 @@ def compute_reprojection_errors(
     return np.where(np.isfinite(errors), errors, np.inf)
 
 
-def find_correct_matches(labeled_pair: LabeledPair, matches: Matches) -> np.ndarray:
+def find_correct_matches(points0: np.ndarray, points1: np.ndarray, truth: Truth) -> np.ndarray:
     """Return whether each match is correct, (K,) bool.
 
     A match is correct if its reprojection error is below CORRECT_PX or, between two cameras, if its
-    epipolar error is below `estimators.EPIPOLAR_LIMIT`.
+    epipolar error is below `estimators.EPIPOLAR_LIMIT`. Between two photographs with nothing in
+    common, no match is.
+
+    Args:
+        points0, points1: the matched points, (K, 2) float64 px.
+        truth: the ground truth.
     """
-    points = get_matched_points(labeled_pair.pair, matches)
-    truth = labeled_pair.truth
+    if truth is None:
+        return np.zeros(len(points0), bool)
     if isinstance(truth, CameraPair):
-        return estimators.compute_epipolar_errors(*points, truth) < estimators.EPIPOLAR_LIMIT
-    return compute_reprojection_errors(*points, truth) < CORRECT_PX
+        errors = estimators.compute_epipolar_errors(points0, points1, truth)
+        return errors < estimators.EPIPOLAR_LIMIT
+    return compute_reprojection_errors(points0, points1, truth) < CORRECT_PX
 
 
 def compute_errors(
@@ -116,10 +142,10 @@ def compute_errors(
     Yields:
         The name of the estimator, whether the matches are refined, and the error in px or degrees.
     """
-    truth = labeled_pair.truth
+    truth = labeled_pair.images.truth
     scores = matches.scores.astype(np.float64)
     # The seed depends on the pair alone, so that every matcher and every run has the same one.
-    seed = zlib.crc32(labeled_pair.name.encode()) & 0x7FFFFFFF
+    seed = zlib.crc32(labeled_pair.images.name.encode()) & 0x7FFFFFFF
     detected = Points(*get_matched_points(labeled_pair.pair, matches), matcher, scores, seed)
     variants = {False: detected}  # Whether the matches are refined, and their points
     if settings.refine:
@@ -149,21 +175,20 @@ def score_pair(
     matches_by_matcher: Mapping[str, Matches],
     thresholds: Mapping[str, float],
     settings: ScoringSettings,
-) -> Tuple[List[Row], Dict[str, MatchOutcomes]]:
+) -> PairScores:
     """Score all matchers on one pair.
 
     Args:
-        labeled_pair: the pair and its ground truth.
+        labeled_pair: the pair and its ground truth. Of a pair with nothing in common, only the
+            matches are counted.
         matches_by_matcher: the matches of each matcher by its name.
         thresholds: the confidence above which a match counts, for each matcher of which
             `matches_by_matcher` has all matches. All matches of the other matchers count.
         settings: what is computed.
-
-    Returns:
-        The rows of the table, and the outcomes of all matches of each matcher with a threshold.
     """
+    images = labeled_pair.images
     pair = labeled_pair.pair
-    truth = labeled_pair.truth
+    truth = images.truth
     has_pose = isinstance(truth, CameraPair)
     count0 = len(pair[0].keypoints)
     # Between two cameras the true matches are unknown. There every correct match counts as a true
@@ -171,23 +196,32 @@ def score_pair(
     # is the matching score.
     true_matches0 = np.full(count0, UNMATCHED)
     true_count = max(count0, 1)
-    if not isinstance(truth, CameraPair):
+    if isinstance(truth, np.ndarray):
         true_matches0 = index_true_matches(pair, truth)
         true_count = int((true_matches0 > UNMATCHED).sum())
-    if settings.bound:
-        bound = Matches.from_dense(true_matches0, np.ones(count0))
-        matches_by_matcher = {**matches_by_matcher, BOUND: bound}
+        if settings.bound:
+            bound = Matches.from_dense(true_matches0, np.ones(count0))
+            matches_by_matcher = {**matches_by_matcher, BOUND: bound}
     rows: List[Row] = []
     outcomes = {}
+    panels = {}
     for matcher, matches in matches_by_matcher.items():
+        start = (images.name, labeled_pair.scene, matcher)
+        counts = matches.scores > thresholds.get(matcher, -1.0)
+        match_count = counts.sum()
+        if truth is None:
+            rows.append((*start, "", False, "matches", float(match_count)))
+            continue
         index0, index1 = matches.indices.T
-        is_correct = find_correct_matches(labeled_pair, matches)
+        points0, points1 = get_matched_points(pair, matches)
+        is_correct = find_correct_matches(points0, points1, truth)
         is_true = is_correct if has_pose else true_matches0[index0] == index1
         # The curves over the confidence need all matches, but the rows need those that count.
         if matcher in thresholds:
             outcomes[matcher] = matches.scores.astype(np.float64), is_correct, is_true, true_count
-        counts = matches.scores > thresholds.get(matcher, -1.0)
-        match_count = counts.sum()
+        if matcher in PICTURED:
+            drawn = points0[counts], points1[counts], matches.scores[counts], ~is_correct[counts]
+            panels[matcher] = drawing.Panel(matcher, *drawn)
         correct_count = (is_correct & counts).sum()
         recalled_count = (is_true & counts).sum()
         # A pair without a match is a failure, so its precision is 0. Without a true match the
@@ -203,10 +237,9 @@ def score_pair(
             "matching_score" if has_pose else "recall": recall,
         }
         # Make one row for each value, and for each error of an estimate.
-        start = (labeled_pair.name, labeled_pair.scene, matcher)
         rows += [(*start, "", False, metric, float(value)) for metric, value in values.items()]
-        counted_matches = matches.only(counts)
-        errors = compute_errors(labeled_pair, matcher, counted_matches, settings)
+        errors = compute_errors(labeled_pair, matcher, matches.only(counts), settings)
         for estimator, is_refined, error in errors:
             rows.append((*start, estimator, is_refined, "error", error))
-    return rows, outcomes
+    pictured = [panels[matcher] for matcher in PICTURED if matcher in panels]
+    return PairScores(images, labeled_pair.scene_index, rows, outcomes, pictured)

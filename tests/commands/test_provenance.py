@@ -134,15 +134,12 @@ def test_a_model_that_saw_all_is_refused_in_one_line(work, capsys):
     )
 
 
-@pytest.mark.parametrize("by_key", [False, True])
-def test_what_is_kept_on_request_is_marked(work, capsys, by_key):
-    """By the option, or by the key of params.yaml, which a stage of DVC has."""
+def test_photographs_that_are_kept_are_marked(work, capsys):
     provenance.write_photographs(work / "model.safetensors", ["139", "285"])
-    if by_key:
-        (work / "params.yaml").write_text(
-            PARAMS.replace("allow_training_images: false", "allow_training_images: true")
-        )
-    assert run(work, *([] if by_key else ["--allow-training-images"])) == 0
+    (work / "params.yaml").write_text(
+        PARAMS.replace("allow_training_images: false", "allow_training_images: true")
+    )
+    assert run(work) == 0
     assert evaluated(work)["superglue"] == set(COCO)
     marked = "3 held-out images (test), 2 of 3 photographs are from the training of the model"
     assert marked in capsys.readouterr().out and marked in (work / "out/index.html").read_text()

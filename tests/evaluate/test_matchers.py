@@ -1,30 +1,24 @@
-"""The baselines against OpenCV, and ours in batches."""
+"""The baselines against OpenCV, networks alone and side by side, and functions of the user."""
 
 import cv2
 import numpy as np
+import pytest
 import torch
+from made_scenes import write_model
 
+from pipeline.errors import RequestError
 from pipeline.evaluate import matchers
 from pipeline.evaluate.matchers import OURS
-from pipeline.evaluate.pairs import LabeledPair
-from superglue_sift import Matcher
 from superglue_sift.features import nearest, sift
 from superglue_sift.features.descriptors import to_root_sift
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 
-def pair_of(*views):
+def extract_pair(*views):
     return tuple(sift.extract(np.ascontiguousarray(view), 200) for view in views)
 
 
-def known_pair(matcher, *views):
-    """The features of two views, without a truth."""
-    features = tuple(matcher.extract(np.ascontiguousarray(view)) for view in views)
-    return LabeledPair("p", "s", (0, 0, 0, 1), features, pair_of(*views), np.eye(3))
-
-
 def test_ratio_and_mutual_agree_with_opencv(photo):
-    pair = pair_of(photo, photo[20:, 30:])
+    pair = extract_pair(photo, photo[20:, 30:])
     descriptors = [to_root_sift(features.descriptors[:, 0]) for features in pair]
     matches = matchers.match_baselines(pair)
     matches["ratio_test"] = matches["ratio_test"].above(matchers.RATIO_THRESHOLD)
@@ -43,11 +37,43 @@ def test_one_keypoint_or_two_equal_ones_do_not_pass_the_ratio_test():
         assert nearest.match_nearest(rows, others)[0].scores.tolist() == [0.0]
 
 
-def test_the_size_of_batches_does_not_matter(photo):
-    torch.manual_seed(0)
-    matcher = Matcher(SuperGlue(SuperGlueConfig(layers=1)).eval(), threshold=0.2, resize=0)
-    compared = matchers.MatcherSet({OURS: matchers.Network(matcher)})
-    pairs = [known_pair(matcher, photo, photo[20:, 30:]), known_pair(matcher, photo[:200], photo)]
-    for one, other in zip(compared.match(pairs, 1), compared.match(pairs, 2)):
-        np.testing.assert_array_equal(one[OURS].indices, other[OURS].indices)
-        assert len(one[OURS]) > 50
+def test_equal_weights_are_not_evaluated_twice(tmp_path):
+    """Also where the thresholds differ."""
+    files = {
+        OURS: write_model(tmp_path / "a.safetensors"),
+        "same": write_model(tmp_path / "b.safetensors", about={"match_threshold": 0.35}),
+        "other": write_model(tmp_path / "c.safetensors", sinkhorn_iterations=11),
+    }
+    notes = []
+    networks = matchers.load_networks(files, "cpu", {}, "sift", notes)
+    assert list(networks) == [OURS, "other"]
+    assert len(notes) == 1 and notes[0].startswith("same ")
+
+
+def test_model_file_is_read_once(tmp_path, monkeypatch):
+    from superglue_sift.network import weights
+
+    paths = []
+    load = weights.load_model_file
+    monkeypatch.setattr(weights, "load_model_file", lambda path: paths.append(path) or load(path))
+    files = {OURS: write_model(tmp_path / "a.safetensors")}
+    network = matchers.load_networks(files, "cpu", {}, "sift", [])[OURS]
+    assert paths == [files[OURS]] and network.info["step"] == 7
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda count: ([999] * count, [0.5] * count),  # no such keypoint
+        lambda count: ([0] * count, [1.5] * count),  # no confidence
+        lambda count: ([0], [0.5]),  # too few
+        lambda count: None,
+    ],
+)
+def test_wrong_matches_of_a_function_are_refused(tmp_path, monkeypatch, photo, answer):
+    module = type(torch)("mine")
+    module.match = lambda features0, features1: answer(len(features0.keypoints))
+    monkeypatch.setitem(__import__("sys").modules, "mine", module)
+    function = matchers.load_matcher_function("mine:match")
+    with pytest.raises(RequestError, match="mine:match"):
+        function(extract_pair(photo, photo[20:, 30:]))

@@ -13,7 +13,8 @@ from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
 from pipeline.evaluate import matchers
 from pipeline.evaluate.matchers import OURS, RATIO_TEST
-from pipeline.evaluate.pairs import HPatchesPairs, extract_scene_pairs
+from pipeline.evaluate.pair_files import HPatchesPairs
+from pipeline.evaluate.pairs import extract_scene_pairs
 from superglue_sift import Matcher
 from superglue_sift.network.weights import find_shipped_weights
 
@@ -58,16 +59,16 @@ def evaluate_pairs(folder, out, *options):
 
 def test_the_evaluation_and_a_matcher_find_the_same_matches(sequences):
     source = HPatchesPairs(sequences)
-    network = matchers.load_network(find_shipped_weights(), "cpu", **FEW)
-    compared = matchers.MatcherSet({OURS: network})
+    networks = matchers.load_networks({OURS: find_shipped_weights()}, "cpu", FEW, "sift", [])
+    compared = matchers.MatcherSet(networks)
     matcher = Matcher.load(device="cpu", refine=False, **FEW)
     for index in (0, 2):
-        (known,) = extract_scene_pairs(source, index, compared.extract)
-        matches = compared.apply_thresholds(compared.match([known], 1)[0])[OURS]
+        (pair,) = extract_scene_pairs(source, index, compared.evaluated.extract)
+        matches = compared.match(pair)[OURS].above(compared.thresholds[OURS])
         result = matcher.match(*source.files[index])
         np.testing.assert_array_equal(matches.indices, result.matches)
         np.testing.assert_array_equal(matches.scores, result.scores)
-        np.testing.assert_array_equal(known.features[0].keypoints, result.keypoints0)
+        np.testing.assert_array_equal(pair.features[0].keypoints, result.keypoints0)
         # More than the network could find: guided matches are among them.
         assert len(matches) > FEW["network_keypoints"]
 

@@ -16,7 +16,7 @@ from reading import read_json
 
 from pipeline import errors
 from pipeline import report as command
-from pipeline.evaluate import report
+from pipeline.evaluate import charts, report
 from pipeline.evaluate.matchers import OURS
 
 HARD = np.linspace(0.5, 8, 12)
@@ -79,7 +79,7 @@ def test_differences_have_no_negative_zero():
 def evaluated(tmp_path, monkeypatch):
     """A folder with an evaluation, which is the current one."""
     monkeypatch.chdir(tmp_path)
-    report.write_files(tmp_path / "reports/evaluate", make_results(HARD, HARD + 4), "<html></html>")
+    report.write_files(tmp_path / "reports/evaluate", make_results(HARD, HARD + 4))
     return tmp_path
 
 
@@ -157,8 +157,8 @@ PICTURE = ("median-1", "A typical pair & <blur>.", np.zeros((100, 200, 3), np.ui
 
 
 def render(results, curves=None):
-    text = report.render_page(results, curves)
-    assert all(each.startswith("data:") for each in re.findall(r'(?:src|href)="([^"]*)"', text))
+    text = report.render_page(results, b"<svg/>", curves)
+    assert all(url.startswith("data:") for url in re.findall(r'(?:src|href)="([^"]*)"', text))
     assert [text.count(f"<{tag}") - text.count(f"</{tag}>") for tag in ("div", "details")] == [0, 0]
     assert "http" not in re.sub("&[a-z]+;", "", text) and "<script" not in text
     return text
@@ -192,15 +192,14 @@ def test_robustness_is_drawn_at_every_level():
     rows = results.metrics.loc[["superglue", "ratio_test"]].reset_index()
     frames = [rows.assign(condition="blur (px)", level=level) for level in (10.0, 0.0, 2.0)]
     names = ["condition", "level", *results.metrics.index.names]
-    results = results._replace(robustness=pd.concat(frames).set_index(names))
-    charts = report.draw_robustness_charts(
-        results, report.assign_colors(["superglue", "ratio_test"])
+    robustness_charts = charts.draw_robustness_charts(
+        pd.concat(frames).set_index(names), "ransac", charts.assign_colors([OURS, "ratio_test"])
     )
-    assert [caption for _, caption in charts] == [
+    assert [caption for _, caption in robustness_charts] == [
         "recall; at least 12 pairs at each level",
         "AUC@5 RANSAC; at least 12 pairs at each level",
     ]
-    svg = svg_of(charts[0][0])
+    svg = svg_of(robustness_charts[0][0])
     assert svg.index(">2<") < svg.index(">10<")  # levels by value, not as words
 
 
@@ -210,9 +209,10 @@ def svg_of(chart):
 
 def test_each_matcher_has_one_color_and_ours_is_drawn_last_and_thicker():
     names = ["superglue", "ratio_test", "mine", "other"]
-    colors = report.assign_colors(names)
+    colors = charts.assign_colors(names)
     assert len(set(colors.values())) == 4
-    svg = svg_of(report.draw_line_chart(pd.DataFrame(0.5, [0.0, 1.0], names), colors, "y"))
+    lines = pd.DataFrame(0.5, [0.0, 1.0], names)
+    svg = charts.draw_line_chart(lines, colors, "x", "y").decode()
     strokes = re.findall(r"stroke: (#\w{6}); stroke-width: ([\d.]+)", svg)
     drawn = [stroke for stroke in strokes if stroke[0] in colors.values()]
     assert drawn[-1] == (colors["superglue"], "2.6") and len(set(drawn)) == 4

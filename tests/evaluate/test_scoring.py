@@ -9,7 +9,7 @@ from made_scenes import SHIFT, TURN
 
 from pipeline.evaluate import estimators, matchers, scoring
 from pipeline.evaluate.matchers import OURS
-from pipeline.evaluate.pairs import CameraPair, LabeledPair
+from pipeline.evaluate.pairs import CameraPair, ImagePair, LabeledPair
 from superglue_sift.geometry.two_view import transform
 from superglue_sift.matches import Matches
 
@@ -18,7 +18,7 @@ SIZE = (320, 240)
 
 def pair_of(points0, points1, H):
     features = features_at(points0), features_at(points1)
-    return LabeledPair("p", "s", (0, 0, 0, 1), features, features, H)
+    return LabeledPair(ImagePair("p", 0, 1, H), "s", 0, features, features)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def settings(make_params):
 
 def score(labeled_pair, answer, settings):
     """The values of one matcher: of errors by estimator, of others by metric."""
-    rows, _ = scoring.score_pair(labeled_pair, {OURS: answer}, {}, settings)
+    rows = scoring.score_pair(labeled_pair, {OURS: answer}, {}, settings).rows
     return {estimator or metric: value for _, _, _, estimator, _, metric, value in rows}
 
 
@@ -60,9 +60,11 @@ def test_a_match_near_its_partner_is_correct_and_not_found(settings):
     assert found["precision"] == pytest.approx(2 / 3) and found["recall"] == 1 / 4
 
 
-def matches_of(count):
-    """A match of each keypoint with the one of its number."""
-    return Matches(np.stack([np.arange(count)] * 2, axis=1), np.ones(count))
+def find_correct(labeled_pair, count):
+    """Whether the match of each keypoint with the one of its number is correct."""
+    matches = Matches(np.stack([np.arange(count)] * 2, axis=1), np.ones(count))
+    points = scoring.get_matched_points(labeled_pair.pair, matches)
+    return scoring.find_correct_matches(*points, labeled_pair.images.truth)
 
 
 def test_a_match_is_right_below_3_px_in_the_image_where_it_is_off_more():
@@ -71,11 +73,11 @@ def test_a_match_is_right_below_3_px_in_the_image_where_it_is_off_more():
     below, above = (np.nextafter(np.float32(3), np.float32(end)) for end in (0, 4))
     points1 = points0 + np.float32([[below, 0], [3, 0], [above, 0]])
     for one, other in ((points0, points1), (points1, points0)):
-        right = scoring.find_correct_matches(pair_of(one, other, np.eye(3)), matches_of(3))
+        right = find_correct(pair_of(one, other, np.eye(3)), 3)
         assert right.tolist() == [True, False, False]
     # 2 px in image 0 are 4 px in image 1, which is twice as large
     enlarged = pair_of(points0[:2], 2 * points0[:2] + [[2.9, 0], [4, 0]], np.diag([2.0, 2, 1]))
-    assert scoring.find_correct_matches(enlarged, matches_of(2)).tolist() == [True, False]
+    assert find_correct(enlarged, 2).tolist() == [True, False]
 
 
 def test_a_match_of_two_cameras_is_right_up_to_a_distance_from_its_epipolar_line():
@@ -88,7 +90,7 @@ def test_a_match_of_two_cameras_is_right_up_to_a_distance_from_its_epipolar_line
     points0 = np.array([[60.0, 100], [80, 100], [100, 100]])
     points1 = points0 - [[30, 0], [30, -15.80], [30, -15.82]]
     labeled_pair = pair_of(points0, points1, CameraPair(K, K, T))
-    assert scoring.find_correct_matches(labeled_pair, matches_of(3)).tolist() == [True, True, False]
+    assert find_correct(labeled_pair, 3).tolist() == [True, True, False]
 
 
 def test_only_matches_above_a_matchers_threshold_count_and_all_are_kept_for_the_curves(settings):
@@ -96,22 +98,39 @@ def test_only_matches_above_a_matchers_threshold_count_and_all_are_kept_for_the_
     labeled_pair = pair_of(points, [*points, [300, 200]], np.eye(3))
     scores = np.array([0.1, 0.2, 0.3, 0.9])
     answer = Matches(np.array([[0, 0], [1, 1], [2, 2], [3, 4]]), scores)
-    rows, scored = scoring.score_pair(labeled_pair, {OURS: answer}, {OURS: 0.2}, settings)
+    rows, outcomes = scoring.score_pair(labeled_pair, {OURS: answer}, {OURS: 0.2}, settings)[2:4]
     values = {metric: value for *_, metric, value in rows}
     assert [values[name] for name in ("matches", "correct", "found")] == [2, 1, 1]
     assert values["precision"] == 1 / 2 and values["recall"] == 1 / 4
-    confidences, right, hits, truth = scored[OURS]
+    confidences, right, hits, truth = outcomes[OURS]
     assert confidences.tolist() == scores.tolist() and truth == 4
     assert right.tolist() == hits.tolist() == [True, True, True, False]
+
+
+def test_recall_is_undefined_without_a_true_match(settings):
+    """Here all keypoints of image 0 lie outside of image 1."""
+    points = np.array([[10.0, 10], [60, 10]])
+    labeled_pair = pair_of(points, points, np.array([[1.0, 0, 900], [0, 1, 0], [0, 0, 1]]))
+    values = score(labeled_pair, Matches.from_dense(np.array([0, 1]), np.ones(2)), settings)
+    assert values["true_matches"] == values["precision"] == 0 and values["matches"] == 2
+    assert math.isnan(values["recall"])
 
 
 def test_pairs_without_keypoints_have_rows(settings):
     for count0, count1 in ((0, 0), (1, 0), (0, 1)):
         labeled_pair = pair_of(np.ones((count0, 2)), np.ones((count1, 2)), SHIFT)
-        for answer in matchers.match_baselines(labeled_pair.pair).values():
-            found = score(labeled_pair, answer, settings)
-            assert math.isinf(found["ransac"]) and found["precision"] == 0.0
-            assert math.isnan(found["recall"])
+        for matches in matchers.match_baselines(labeled_pair.pair).values():
+            values = score(labeled_pair, matches, settings)
+            assert math.isinf(values["ransac"]) and values["precision"] == 0.0
+            assert math.isnan(values["recall"])
+
+
+def test_matches_of_photographs_with_nothing_in_common_are_counted(settings):
+    points = np.array([[10.0, 10], [60, 10], [110, 10]])
+    labeled_pair = pair_of(points, points, None)
+    matches = Matches(np.array([[0, 0], [1, 1], [2, 2]]), np.array([0.1, 0.3, 0.9]))
+    rows = scoring.score_pair(labeled_pair, {OURS: matches}, {OURS: 0.2}, settings).rows
+    assert [row[-2:] for row in rows] == [("matches", 2.0)]
 
 
 def test_reprojection_error_is_the_larger_of_both_directions():
