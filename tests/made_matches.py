@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+from made_scenes import TURN
 
 from superglue_sift.geometry import two_view
 from superglue_sift.matches import Matches
@@ -51,3 +52,19 @@ def join(*parts):
         np.concatenate([part.indices for part in parts]),
         np.concatenate([part.scores for part in parts]),
     )
+
+
+def make_track_pair(factors, deviation_px):
+    """Keypoints of two images that scatter, and their refined matches.
+
+    Each image is `factor` times as large as the one for which limits were chosen.
+    """
+    rng = np.random.default_rng(0)
+    points0 = rng.uniform(0, 300, (80, 2))
+    noisy0, noisy1 = (
+        xy + rng.normal(0, 0.5, xy.shape) for xy in (points0, two_view.transform(points0, TURN))
+    )
+    refined1 = two_view.transform(noisy0, TURN)
+    deviations = np.full(80, deviation_px * factors[1])
+    keypoints = factors[0] * noisy0, factors[1] * noisy1
+    return keypoints, (0, 1, np.stack([np.arange(80)] * 2, 1), factors[1] * refined1, deviations)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from made_matches import view_surface
 from made_scenes import TURN
 
 from superglue_sift.geometry import local_maps, two_view
@@ -47,3 +48,13 @@ def test_a_map_by_scales_and_orientations():
     maps = local_maps.map_by_orientation(scales, oris)
     expected = [[[0, -2], [2, 0]], np.eye(2), -np.eye(2)]  # without a scale a rotation
     np.testing.assert_allclose(maps, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("factors", [(3.0, 3.0), (4.0, 1.0)])
+def test_maps_of_a_curved_surface_do_not_depend_on_the_sizes_of_the_files(factors):
+    points = view_surface(60)
+    files = [factor * xy for factor, xy in zip(factors, points)]
+    all_matches = np.ones(60, bool)
+    expected = local_maps.fit_affine_maps(*points, all_matches) * (factors[1] / factors[0])
+    maps = local_maps.fit_affine_maps(*files, all_matches, factors[0])
+    np.testing.assert_allclose(maps, expected, rtol=1e-6)

@@ -3,11 +3,14 @@
 import contextlib
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import PIL.Image
 import pytest
+from made_matches import make_track_pair
+from made_pairs import records_at
 from made_scenes import TURN
 from PIL.TiffImagePlugin import IFDRational
 from reading import read_error
@@ -18,7 +21,11 @@ from superglue_sift.features import sift
 from superglue_sift.features.descriptors import to_root_sift
 from superglue_sift.features.nearest import match_by_ratio
 from superglue_sift.geometry import two_view
+from superglue_sift.geometry.tracks import refine_tracks
+from superglue_sift.interop import colmap
 from superglue_sift.interop.colmap import CENTER
+from superglue_sift.match_result import MatchResult
+from superglue_sift.matches import Matches
 
 pycolmap = pytest.importorskip("pycolmap")
 
@@ -280,3 +287,34 @@ def test_two_photographs_with_one_logo_have_no_geometry(photo, tmp_path, monkeyp
         ids = [content.read_image_with_name(f"{name}.png").image_id for name in "01"]
         assert len(content.read_matches(*ids)) > 30
         assert not content.exists_two_view_geometry(*ids)
+
+
+def test_keypoints_of_photographs_of_different_sizes_are_refined_alike():
+    """Limits are multiplied in files of more than 1,600 px."""
+    factors = (1, 3)
+    keypoints, (_, _, matches, refined1, deviations) = make_track_pair(factors, 0.05)
+    sizes = [(1600 * factor, 1200 * factor) for factor in factors]
+    result = MatchResult(
+        *keypoints,
+        Matches(matches, np.ones(80, np.float32)),
+        *sizes,
+        refined0=keypoints[0],
+        refined1=refined1,
+        deviations=deviations,
+    )
+
+    class Store:
+        """Features without pixels: the result is refined already."""
+
+        matcher = SimpleNamespace(refine_batch=lambda items: [item[0] for item in items])
+
+        def __call__(self, photo):
+            return Features(records_at(keypoints[photo]), sizes[photo])
+
+        with_pixels = __call__
+
+    pairs = [(0, 1, result)]
+    positions = colmap.refine_keypoints(dict(enumerate(keypoints)), pairs, Store())
+    pair = 0, 1, matches, refined1, deviations
+    for xy, expected in zip(positions.values(), refine_tracks(keypoints, [pair], factors)):
+        np.testing.assert_array_equal(xy, expected)
