@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Try the wheel that is installed for an interpreter, on Linux, macOS and Windows (Git's bash), as README shows it:
 #   requirements/try-wheel.sh PYTHON     two photographs, a folder, COLMAP's database, the quick tests of the library
-# The interpreter also needs what the tests use: pytest hypothesis packaging psutil pydantic ruamel.yaml requests
-# scikit-image. Without pycolmap the database is left out.
+# The interpreter also needs what the tests use (requirements/test-bounds.sh). Without pycolmap the database is left out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -10,7 +9,6 @@ root=$PWD
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-export PYTHONWARNINGS=ignore:pkg_resources:UserWarning # torch 1.10, at every import
 # What is asked for is the installed command, also on Windows.
 scripts=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 PATH="$("$python" -c 'import os, sys; print(os.path.dirname(sys.executable))'):$scripts:$PATH"
@@ -59,7 +57,7 @@ superglue-match folder photos --out-dir found ${colmap[@]+"${colmap[@]}"}
 # those of the wheel.
 echo "== the quick tests of the library"
 mkdir clone
-cp -r "$root"/{tests,pipeline,benchmarks,examples,pretrained,presets,docs,params.yaml,pyproject.toml,README.md} clone/
+cp -r "$root"/{tests,pipeline,benchmarks,examples,pretrained,presets,docs,pyproject.toml,README.md,dvc.yaml} clone/
 cd clone
 PYTHONPATH=. "$python" -m pytest -q -p no:cacheprovider -m "not slow" \
     tests/{network,features,geometry,apps,interop} tests/test_{matcher,match_result,drawing,files,onnx,torch_compat}.py

@@ -158,7 +158,7 @@ def load_model(path: FileName, device: str = "cpu") -> Tuple[SuperGlue, dict]:
         model.load_state_dict(weights)
     except FileNotFoundError:
         raise RequestError(f"{path}: no such model; train one first, or name another") from None
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise RequestError(
             f"{path}: not a SuperGlue model of this project ({reason:.200})"

@@ -55,3 +55,13 @@ def test_without_a_name_the_shipped_weights_are_taken(monkeypatch, tmp_path, pho
         write_model(place / weights.SHIPPED)
         assert len(Matcher.load(device="cpu").match(photo, photo).matches) > 30
         shutil.rmtree(place / "pretrained")
+
+
+def test_an_error_of_torch_does_not_blame_the_file(tmp_path, monkeypatch):
+    def without_numpy(array):
+        raise RuntimeError("Numpy is not available")
+
+    path = write_model(tmp_path / "m.safetensors")
+    monkeypatch.setattr(weights.torch, "from_numpy", without_numpy)
+    with pytest.raises(RuntimeError, match="Numpy is not available"):
+        weights.load_model(path)
