@@ -150,7 +150,7 @@ def sample_view(
         view_size: width and height of the view in px. The view must fit into the image
             (`require_size`).
         limits: the section `keypoints.views.homography`.
-        difficulty: from 0 (the largest upright crop, centred) to 1 (the limits in full).
+        difficulty: from 0 (the largest upright crop, centered) to 1 (the limits in full).
     """
     for attempt in range(_TRIES):
         strength = difficulty * (1.0 - attempt / _TRIES)  # Weaker after each rejection
@@ -173,24 +173,20 @@ def sample_mild_view(rng: np.random.Generator, image_size: Size, view_size: Size
     """
     largest = compute_largest_crop_scale(image_size, view_size)
     scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
-    return _move_into_image(rng, _make_outline(view_size) * scale, image_size, view_size)
+    quad = corners(view_size) - corners(view_size).mean(0)
+    return _move_into_image(rng, quad * scale, image_size, view_size)
 
 
 def compute_largest_crop_scale(image_size: Size, view_size: Size) -> float:
     """Return the image pixels per view pixel of the largest upright crop.
 
-    Sizes are measured between the centres of the corner pixels.
+    Sizes are measured between the centers of the corner pixels.
 
     Args:
         image_size: width and height of the image in px.
         view_size: width and height of the view in px.
     """
     return min((image - 1) / (view - 1) for image, view in zip(image_size, view_size))
-
-
-def _make_outline(view_size: Size) -> np.ndarray:
-    """Return the corners of a view around the origin, (4, 2)."""
-    return corners(view_size) - corners(view_size).mean(0)
 
 
 def _try_to_sample_view(
@@ -201,7 +197,8 @@ def _try_to_sample_view(
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
     rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-    quad = _map_linearly(_make_outline(view_size) + shift * np.array(view_size), rotation)
+    outline = corners(view_size) - corners(view_size).mean(0)
+    quad = _map_linearly(outline + shift * np.array(view_size), rotation)
     if limits.tilt_deg > 0.0:
         quad = _map_linearly(
             quad, _draw_foreshortening(math.radians(limits.tilt_deg) * strength, rng)
@@ -250,10 +247,9 @@ def _move_into_image(
     view_size: Size,
     strength: float = 1.0,
 ) -> np.ndarray:
-    """Move a quadrilateral to a random position inside the image, and return its H_image_to_view.
+    """Move the corners `quad` (4, 2) of a view into the image, and return its H_image_to_view.
 
-    The corners `quad` (4, 2) of the view may lie anywhere. `strength` is from 0 (the centre of the
-    image) to 1 (anywhere in the image).
+    `strength` is from 0 (the center of the image) to 1 (anywhere in the image).
     """
     low = quad.min(0)
     high = quad.max(0)
@@ -305,13 +301,16 @@ def render(
     Args:
         image: (H, W) or (H, W, 3) uint8. If the view is much smaller, areas are averaged first, to
             avoid aliasing.
-        H_image_to_view: (3, 3) float64, pixel centres at integers.
+        H_image_to_view: (3, 3) float64, pixel centers at integers.
         view_size: width and height of the view in px.
         sampling: OpenCV's flag, which is bilinear by default. A mask needs the nearest pixel, so
             that its edges stay sharp.
     """
-    scale = _compute_scale(H_image_to_view, view_size)
     H = H_image_to_view
+    # View pixels per image pixel: the shoelace formula gives the area of the view in the image.
+    x, y = transform(corners(view_size), inverse(H)).T
+    area = 0.5 * abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
+    scale = float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
     # Reduce the image first, so that its areas are averaged. H is then from the reduced image.
     if scale < SHRINK_BELOW:
         height, width = image.shape[:2]
@@ -321,14 +320,6 @@ def render(
         image = cv2.resize(image, small, interpolation=shrinking)
     # Replicate the border, because rounding may reach a fraction of a pixel beyond it.
     return cv2.warpPerspective(image, H, view_size, None, sampling, cv2.BORDER_REPLICATE)
-
-
-def _compute_scale(H: np.ndarray, view_size: Size) -> float:
-    """Return the view pixels per image pixel, the square root of the ratio of areas."""
-    # The area in the image follows from the corners of the view by the shoelace formula.
-    x, y = transform(corners(view_size), inverse(H)).T
-    area = 0.5 * abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
-    return float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
 
 
 def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> np.ndarray:

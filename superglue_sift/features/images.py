@@ -470,7 +470,7 @@ def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _which_axes_flip(orientation: int) -> Tuple[bool, bool]:
-    """Say whether x, and whether y, must be mirrored to rotate pixels of an orientation upright.
+    """Return whether x, and whether y, must be mirrored to rotate pixels of an orientation upright.
 
     Orientations above 4 swap x and y first.
     """

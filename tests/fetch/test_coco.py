@@ -136,11 +136,11 @@ def test_without_a_network_a_line_says_what_is_tried_next(tmp_path, monkeypatch,
     assert second.startswith("http://127.0.0.1:10/")
 
 
-@pytest.mark.parametrize("kept", [BLOCK + 7, len(DATA)])
-def test_killed_anywhere_it_goes_on_where_it_was(server, tmp_path, kept):
-    (tmp_path / "file.zip.part").write_bytes(DATA[:kept])
+@pytest.mark.parametrize("size", [BLOCK + 7, len(DATA)])
+def test_killed_anywhere_it_goes_on_where_it_was(server, tmp_path, size):
+    (tmp_path / "file.zip.part").write_bytes(DATA[:size])
     fetch(tmp_path)
-    assert server.sent == len(DATA) - kept
+    assert server.sent == len(DATA) - size
 
 
 @pytest.mark.slow

@@ -152,9 +152,9 @@ def test_a_wrong_list_is_named(image_folder, tmp_path, monkeypatch, name, text, 
 
 def test_an_image_is_held_out_if_its_hash_is_below_the_fraction():
     names = [f"{number}.jpg" for number in range(1000)]
-    kept, held_out = dataset.hold_out(names, 0.3, seed=0)
+    train, held_out = dataset.hold_out(names, 0.3, seed=0)
     assert set(held_out) == {name for name in names if dataset.hash_fraction(0, name) < 0.3}
-    assert sorted(kept + held_out) == sorted(names)
+    assert sorted(train + held_out) == sorted(names)
     digest = hashlib.sha256(b"0\n7.jpg").digest()
     assert dataset.hash_fraction(0, "7.jpg") == int.from_bytes(digest[:8], "big") / 2**64
 

@@ -50,8 +50,8 @@ def run_on(run):
     """`run_on(path, ...)`: the same with one's own photographs."""
 
     def run_stage(path, out="out", **changes):
-        given = {name: str(value) for name, value in changes.items() if isinstance(value, Path)}
-        return run(out, source="folder", path=str(path), **{**changes, **given})
+        paths = {name: str(value) for name, value in changes.items() if isinstance(value, Path)}
+        return run(out, source="folder", path=str(path), **{**changes, **paths})
 
     return run_stage
 
@@ -200,9 +200,9 @@ def test_a_training_that_would_have_no_image_to_judge_by_ends_before_it_begins(
     run_on, tmp_path, of_coco, trained_on, split, title
 ):
     folder = of_coco("train2017")
-    known = [int(name[:12]) for name in by_split(run_on(folder, val_fraction=0.5))[split]]
-    model = trained_on(known)
-    with pytest.raises(RequestError, match=f"{len(known)} {title} images"):
+    trained = [int(name[:12]) for name in by_split(run_on(folder, val_fraction=0.5))[split]]
+    model = trained_on(trained)
+    with pytest.raises(RequestError, match=f"{len(trained)} {title} images"):
         run_on(folder, "new", val_fraction=0.5, initial=model)
     assert not (tmp_path / "new/manifest.csv").exists()
     assert run_on(folder, "new", val_fraction=0.5, initial=model, allow=True).is_dir()

@@ -81,7 +81,7 @@ def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
             assert np.array_equal(view.H_image_to_view, image.homographies[v])
 
 
-def test_a_store_says_of_which_features_it_is(tmp_path):
+def test_a_store_names_its_extractor(tmp_path):
     mine = Extractor("mine:f", "float", 256, False, lambda *_: None)
     rows = [{**store.write_shard(tmp_path / store.name_shard(0), []), "photographs": []}]
     (tmp_path / store.INDEX).write_text(json.dumps(store.make_index(rows, 1, mine)))

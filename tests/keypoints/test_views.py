@@ -154,7 +154,7 @@ def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key
     middle = photo[:, 8:-8].ravel()
     for out in changed:
         shifted = (np.roll(out, shift, 1)[:, 8:-8].ravel() for shift in (-2, 0, 2))
-        likeness = [np.corrcoef(each, middle)[0, 1] for each in shifted]
+        likeness = [np.corrcoef(pixels, middle)[0, 1] for pixels in shifted]
         assert likeness[1] == max(likeness) > 0.8
 
 
