@@ -277,7 +277,6 @@ def test_a_matcher_is_pickled_by_its_file_and_settings(model, photo, turned):
         pickle.dumps(Matcher(usual.model))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_the_digest_is_that_of_everything_that_decides_matches(model, tmp_path):
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(model.read_bytes())
@@ -300,6 +299,7 @@ def test_the_digest_is_that_of_everything_that_decides_matches(model, tmp_path):
     assert len(digests) == 1 + len(changed)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_process_is_refused_in_one_line(matcher, photo):
     context = multiprocessing.get_context("fork")
     said = context.Queue()

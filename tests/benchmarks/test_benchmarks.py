@@ -1,21 +1,18 @@
-"""The speed table: equal work on both sides, and rows that cannot run say why."""
+"""The speed table does equal work on both sides; weights of verification are learned."""
 
 import copy
-import re
 
 import cv2
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from made_pairs import scrambled
-from reading import read_error
 
-from benchmarks import __main__ as benchmark
-from benchmarks import dali_views, images, plain, timing, training
-from benchmarks.dev import pack
+from benchmarks import dali_views, plain, timing
+from benchmarks.dev import verification
 from benchmarks.photographs import make_pairs
 from benchmarks.timing import Setting
-from pipeline import errors
 from pipeline.train.loss import compute_assignment_losses, find_truth
 from superglue_sift.network.superglue import SuperGlueConfig
 
@@ -74,64 +71,31 @@ def test_views_by_dali_are_those_of_opencv(photo):
             assert np.abs(own[i].astype(float) - theirs[0]).mean() < 3.0
 
 
-@pytest.mark.slow
-def test_rows_of_images_on_the_bundled_photographs():
-    for group in (images.time_files, images.time_decoders):
-        for row in group(SETTING):
-            assert re.search(r"/s  \d|: 0\.\d|SKIP: ", row)
+def test_a_match_is_judged_by_the_plane_that_fits_best():
+    moved = np.array([[1.0, 0, 30], [0, 1, 0], [0, 0, 1]])
+    points = np.array([[10.0, 20], [40, 50]])
+    distances = verification.measure_distances(
+        [np.eye(3), moved], points, np.add(points, [[27, 0], [0, 5]])
+    )
+    np.testing.assert_allclose(distances, [3, 5])
 
 
-def test_a_failing_group_costs_itself_alone(monkeypatch, capsys):
-    def good(_):
-        yield timing.format_row("one", np.full(3, 0.002), np.full(3, 0.004), "plain")
-        raise ImportError("No module named 'two'")
-
-    def bad(_):
-        yield "first"
-        raise RuntimeError("out of memory\nand more")
-
-    monkeypatch.setattr(benchmark, "GROUPS", {"bad": bad, "good": good})
-    assert benchmark.main(["--device", "cpu"]) == 1
-    machine, *rows = capsys.readouterr().out.splitlines()
-    assert "D = 128" in machine and [row.split()[0] for row in rows] == [
-        "first",
-        "bad",
-        "one",
-        "good",
-    ]
-    assert rows[1].endswith("FAILED: RuntimeError: out of memory")
-    assert rows[2].endswith("2.00x [2.00, 2.00] of plain, 4 ms")
-    assert rows[3].endswith("SKIP: No module named 'two'")
-
-
-@pytest.mark.parametrize("words", ["--only nothing", "--dim 7"])
-def test_a_wrong_request_is_one_line(words, capsys):
-    assert errors.run(benchmark.main, [*words.split(), "--device", "cpu"]) == 2
-    assert words in read_error(capsys)
-
-
-@pytest.mark.slow
-def test_every_way_to_train_works_or_says_what_it_lacks():
-    modes = training.list_modes("cpu")
-    assert {name for name, (_, _, missing) in modes.items() if missing} >= {
-        "AMP, float16",
-        "DataParallel",
-    }
-    context = training.distributed.Context(0, 1, SETTING.device)
-    for changes in ({}, {"accumulate": 2}, {"precision": "bfloat16"}):
-        _, norm, _ = training.make_training_step(SETTING, 2, context, changes)()
-        assert 0 < norm < 1000
-
-
-@pytest.mark.slow
-def test_a_way_to_train_is_measured_in_processes_of_its_own():
-    taken = training.run_mode(SETTING, {"accumulate": 2}, 2)
-    assert len(taken) >= 2 and (taken > 0).all()
-    with pytest.raises(RuntimeError, match="Error: "):
-        training.run_mode(SETTING, {"accumulate": "no number"}, 1)
-
-
-def test_photographs_are_packed(image_folder, tmp_path):
-    assert pack.main([str(tmp_path / "out"), str(image_folder)]) == 0
-    packed = list((tmp_path / "out").iterdir())
-    assert len(packed) == 4 and sum(path.stat().st_size for path in packed) < 0.15 * 2**20
+def test_weights_are_learned_and_reported():
+    rng = np.random.default_rng(0)
+    evidence = rng.normal(0, 2, (4000, 2))
+    right = rng.uniform(size=4000) < 1 / (1 + np.exp(-evidence @ [1.0, 0.5]))
+    pairs = pd.DataFrame(evidence, columns=verification.EVIDENCE)
+    pairs = pairs.assign(place=np.arange(4000) % verification.PLACES, kind="court", right=right)
+    # Half of these pairs are right, but two thirds of a collection's, so the bias is log 2.
+    np.testing.assert_allclose(verification.learn_weights(pairs), [1.0, 0.5, np.log(2)], atol=0.2)
+    assert (
+        verification.learn_weights(pairs.assign(log_inlier_ratio=-pairs.log_inlier_ratio))[0] == 0
+    )  # never negative
+    constants, learned, fresh = verification.format_report(pairs).split("\n\n")
+    assert constants.startswith("WEIGHTS = np.array([")
+    taught = pairs.place < verification.LEARNED
+    for table, part in ((learned, pairs[taught]), (fresh, pairs[~taught])):
+        name, *numbers = table.splitlines()[-1].split()
+        count, of_one, refused, false = map(int, numbers[:4])
+        assert (name, count, of_one) == ("all", len(part), part.right.sum())
+        assert refused + false < 0.33 * count
