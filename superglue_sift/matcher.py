@@ -49,7 +49,7 @@ from superglue_sift.features.extractors import SIFT, Extractor, load_extractor
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode_photo, read_bytes
 from superglue_sift.features.sift import estimate_sift_scale
-from superglue_sift.files import FileName, compute_file_sha256, compute_json_digest
+from superglue_sift.files import FileName, compute_json_digest
 from superglue_sift.geometry.verification import Factors
 from superglue_sift.guided import add_guided_matches
 from superglue_sift.match_result import MatchResult
@@ -58,7 +58,6 @@ from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, match_p
 from superglue_sift.network.weights import (
     THRESHOLD,
     choose_device,
-    encode_model_file,
     find_shipped_weights,
     fuse_for_inference,
     load_model,
@@ -70,7 +69,7 @@ from superglue_sift.torch_compat import describe_missing_compiler
 MAX_KEYPOINTS = 4096
 NETWORK_KEYPOINTS = 1024
 RESIZE = 1024  # Longer side in px to which images are reduced
-# Attributes that may be set after loading. A pickle keeps them.
+# Attributes that decide the matches, beside the network. A pickle keeps them.
 SETTINGS = (
     "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "rules", "frame",
 )  # fmt: skip
@@ -78,9 +77,12 @@ ImageOrFeatures = Union[Image, Features]  # What is matched
 PRECISIONS = ("float32", "bfloat16", "float16")  # Number types of the layers
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Matcher:
     """A trained network with the settings of its input. Create it with `Matcher.load`.
+
+    It is frozen. `dataclasses.replace(matcher, threshold=0.5)` makes a copy with other settings,
+    which shares the network.
 
     Equal input gives equal bytes on one device. Threads may share a matcher: they extract features
     in parallel and take turns at the network, which uses all cores by itself. Processes must be
@@ -107,7 +109,6 @@ class Matcher:
         frame: the frame of coordinates. "upright" is rotated according to EXIF, as by `cv2.imread`
             and browsers. "stored" is not rotated, as in COLMAP (see `images`).
         info: the description in the model file. It is empty if the network is from no file.
-        weights_sha256: SHA-256 of the model file. "" if the network is from no file.
         workers: number of pairs that are matched at a time (`use_one_core_per_pair`).
 
     Raises:
@@ -125,7 +126,6 @@ class Matcher:
     rules: Optional[Rules] = None
     frame: str = UPRIGHT
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    weights_sha256: str = dataclasses.field(default="", repr=False)
     workers: int = 1
     # These are arguments, so that `dataclasses.replace` passes them on to the copy.
     _turn: Any = dataclasses.field(default_factory=threading.Lock, repr=False)
@@ -139,8 +139,6 @@ class Matcher:
         check_range("network_keypoints", self.network_keypoints, 1)
         check_range("resize", self.resize, 0)
         check_range("threshold", self.threshold, 0, 1)
-        if self.refine is None:
-            self.refine = self.rules is None
 
     @classmethod
     def load(
@@ -207,7 +205,6 @@ class Matcher:
             rules=rules,
             frame=frame,
             info=info,
-            weights_sha256=compute_file_sha256(path or find_shipped_weights()),
             _reload=functools.partial(
                 cls.load, file, device, precision=precision, compile=compile, extractor=extractor
             ),
@@ -226,20 +223,27 @@ class Matcher:
         It is of the version of the program, the weights with their precision, the extractor, and
         the settings. The device is not part of it, since it changes scores by rounding only.
         """
-        tensors = self.model.state_dict()
-        float_tensors = {name: tensor.float() for name, tensor in tensors.items()}
+        weights = hashlib.sha256()
+        for name, tensor in self.model.state_dict().items():
+            # numpy has no bfloat16, whose values float32 has as well.
+            values = tensor.float().cpu().numpy().tobytes()
+            weights.update(f"{name} {tensor.dtype}".encode() + values)
         extractor = self.extractor or SIFT
         return compute_json_digest(
             {
                 "versions": (__version__, cv2.__version__),
                 "model": repr(self.model.config),
-                "weights": self.weights_sha256
-                or hashlib.sha256(encode_model_file(float_tensors, {})).hexdigest(),
-                "precision": sorted({str(tensor.dtype) for tensor in tensors.values()}),
+                "weights": weights.hexdigest(),
                 "extractor": (extractor.name, extractor.code, extractor.descriptor_dim),
-                **{name: repr(getattr(self, name)) for name in SETTINGS},
+                **{name: repr(getattr(self, name)) for name in SETTINGS if name != "refine"},
+                "refine": self.refines,
             }
         )
+
+    @property
+    def refines(self) -> bool:
+        """Return whether positions are refined by the pixels, if there are any."""
+        return self.rules is None if self.refine is None else self.refine
 
     def _check_not_forked(self) -> None:
         """Raise RequestError in a forked process, where waiting for torch's threads never ends."""
@@ -440,16 +444,17 @@ class Matcher:
         with ThreadPoolExecutor(self.workers) as pool:
             yield from pool.map(function, items)
 
-    def use_one_core_per_pair(self) -> None:
-        """Match one pair per core at a time on a CPU, each with one thread. A GPU is not affected.
+    def use_one_core_per_pair(self) -> Matcher:
+        """Return a matcher that matches one pair per core at a time on a CPU, each in one thread.
 
         The steps of a pair are too short to be shared by threads, which would mostly wait for each
         other. This sets torch's number of threads for the whole process.
         """
-        if self.device == "cpu":
-            torch.set_num_threads(1)
-            self.workers = environment.count_usable_cores()
-            self._turn = threading.BoundedSemaphore(self.workers)
+        if self.device != "cpu":
+            return self
+        torch.set_num_threads(1)
+        cores = environment.count_usable_cores()
+        return dataclasses.replace(self, workers=cores, _turn=threading.BoundedSemaphore(cores))
 
     def _match_batch(
         self, batch: Sequence[Tuple[Features, Features]], refine: Optional[bool]
@@ -471,7 +476,7 @@ class Matcher:
             else:
                 results.append(dataclasses.replace(result, pair_score=score))
         # Move the matched positions to where the pixels of both images agree best.
-        if self.refine if refine is None else refine:
+        if self.refines if refine is None else refine:
             results = [result.refine(*pair, self.device) for result, pair in zip(results, batch)]
         return results
 

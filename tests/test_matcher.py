@@ -1,5 +1,6 @@
 """Two images in, matches out: what `Matcher` promises, whatever it is given."""
 
+import copy
 import dataclasses
 import multiprocessing
 import os
@@ -68,12 +69,12 @@ def test_refine_means_what_it_says_with_a_scene_too(
     matcher = Matcher.load(model, "cpu", scene=scene, refine=refine, max_keypoints=500, resize=768)
     result = matcher.match(photo, turned)
     assert result.accepted and len(result.matches) > 30
-    assert (result.deviations is not None) == matcher.refine == is_refined
+    assert (result.deviations is not None) == matcher.refines == is_refined
 
 
 def test_features_without_pixels_cannot_be_refined_on_request(matcher, photo, turned):
     pair = matcher.extract(photo), matcher.extract(turned)._replace(gray=None)
-    assert matcher.refine and matcher.match(*pair).deviations is None
+    assert matcher.refines and matcher.match(*pair).deviations is None
     with pytest.raises(RequestError, match="refine=True: the features have no pixels"):
         matcher.match(*pair, refine=True)
 
@@ -151,8 +152,10 @@ def test_one_image_against_many_computes_its_features_once(matcher, photo, turne
     others = [turned, photo[:, 50:], photo[100:]]
     expected = [matcher.match(photo, other) for other in others]
     seen = []
-    extract = matcher.extract
-    monkeypatch.setattr(matcher, "extract", lambda image: seen.append(image) or extract(image))
+    extract = Matcher.extract
+    monkeypatch.setattr(
+        Matcher, "extract", lambda self, image: seen.append(image) or extract(self, image)
+    )
     found = list(matcher.match_many(photo, others, batch_size=2))
     assert len(seen) == 4 and sum(image is photo for image in seen) == 1
     for one, other in zip(expected, found):
@@ -267,7 +270,7 @@ def copy_by_pickle(matcher):
 
 def test_a_matcher_is_pickled_by_its_file_and_settings(model, photo, turned):
     place = Matcher.load(model, "cpu", scene=True, accept=0.4, max_keypoints=300)
-    place.threshold = 0.5
+    place = dataclasses.replace(place, threshold=0.5)
     again = copy_by_pickle(place)
     assert repr(again) == repr(place) and again.rules.accept == 0.4
     usual = Matcher.load(model, "cpu")
@@ -277,11 +280,31 @@ def test_a_matcher_is_pickled_by_its_file_and_settings(model, photo, turned):
         pickle.dumps(Matcher(usual.model))
 
 
+@pytest.mark.parametrize(
+    "setting", [{"frame": "Stored"}, {"threshold": 30}, {"network_keypoints": 0}], ids=str
+)
+def test_a_setting_is_checked_and_cannot_be_assigned(model, setting):
+    matcher = Matcher.load(model, "cpu")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(matcher, *next(iter(setting.items())))
+    with pytest.raises(RequestError, match=next(iter(setting))):
+        dataclasses.replace(matcher, **setting)
+
+
+def test_a_network_that_is_replaced_has_another_digest(model):
+    matcher = Matcher.load(model, "cpu")
+    other = copy.deepcopy(matcher.model)
+    assert dataclasses.replace(matcher, model=other).digest() == matcher.digest()
+    with torch.no_grad():
+        other.dustbin += 1
+    assert dataclasses.replace(matcher, model=other).digest() != matcher.digest()
+
+
 def test_the_digest_is_that_of_everything_that_decides_matches(model, tmp_path):
-    copy = tmp_path / "copy.safetensors"
-    copy.write_bytes(model.read_bytes())
+    path = tmp_path / "copy.safetensors"
+    path.write_bytes(model.read_bytes())
     digest = Matcher.load(model, "cpu").digest()
-    assert Matcher.load(copy, "cpu").digest() == digest  # of the content, not of the name
+    assert Matcher.load(path, "cpu").digest() == digest  # of the content, not of the name
     settings = {
         "max_keypoints": 9,
         "network_keypoints": 9,

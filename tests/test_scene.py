@@ -1,6 +1,7 @@
 """Scenes: which matches a pair gets, and which real photographs are accepted."""
 
 import csv
+import dataclasses
 import itertools
 
 import cv2
@@ -119,9 +120,10 @@ def strecha(shared_data):
 def test_a_scene_has_settings_of_its_own():
     default, for_scenes = (Matcher.load(device="cpu", scene=is_scene) for is_scene in (False, True))
     settings = default.max_keypoints, default.network_keypoints, default.resize
-    assert settings == (4096, 1024, 1024) and default.refine
+    assert settings == (4096, 1024, 1024) and default.refines
     settings = for_scenes.max_keypoints, for_scenes.network_keypoints, for_scenes.resize
-    assert settings == (8192, 512, 1600) and not for_scenes.refine
+    assert settings == (8192, 512, 1600) and not for_scenes.refines
+    assert dataclasses.replace(for_scenes, rules=None).refines
     # A false pair ruins a model, and a refused one costs little.
     assert for_scenes.rules.accept == 0.9
 

@@ -270,7 +270,7 @@ def measure_pairs(matcher: Matcher, pairs: Iterator[LabelledPair]) -> pd.DataFra
         The place and the kind of each pair, whether most of its matches are right, and its
         evidence.
     """
-    matcher.use_one_core_per_pair()
+    matcher = matcher.use_one_core_per_pair()
     with ThreadPoolExecutor(matcher.workers) as pool:
         # One pair is made while others are measured.
         shown = Progress(pairs, desc="pairs", unit="pairs")

@@ -173,7 +173,7 @@ def match_database(args: argparse.Namespace) -> int:
         print(f"{args.database}: {counts}, {len(new_pairs)} of them without matches")
         if len(new_pairs) < len(pairs):
             print("matches that the database has are kept, whatever they were made from")
-        matcher.use_one_core_per_pair()
+        matcher = matcher.use_one_core_per_pair()
         # The database has no pixels, so positions cannot be refined.
         to_match = [] if args.dry_run else new_pairs
         features = ((database(photo0), database(photo1)) for photo0, photo1 in to_match)

@@ -140,7 +140,6 @@ def match_folder(
 
     # --- photographs and their features
 
-    matcher = dataclasses.replace(matcher)  # A copy, which changes to one core per pair
     store = FeatureStore(matcher, features, masks, folder)
     outputs = [path for path in (out, features, masks) if path]
     named_photos, named_pairs = _name_photos(folder, images, pairs, outputs)
@@ -176,7 +175,7 @@ def match_folder(
     needs_all = matcher.rules is not None or colmap is not None
     rows = []
     matched_pairs = match_pairs(store, photo_pairs, done)
-    with _one_core_per_pair(matcher), contextlib.closing(matched_pairs), database as add_pair:
+    with _one_core_per_pair(store), contextlib.closing(matched_pairs), database as add_pair:
         for pair, result in matched_pairs:
             if result is not None:
                 files.write(pair, result)
@@ -316,7 +315,7 @@ def match_pairs(
     """
     matcher = store.matcher
     # Only refinement needs pixels.
-    read_features = store.with_pixels if matcher.refine else store
+    read_features = store.with_pixels if matcher.refines else store
     # A batch keeps the GPU busy, or all workers of a CPU.
     on_gpu = matcher.device.startswith("cuda")
     size = BATCH_ON_GPU if on_gpu else PAIRS_OF_A_WORKER * matcher.workers
@@ -333,10 +332,10 @@ def match_pairs(
 
 
 @contextlib.contextmanager
-def _one_core_per_pair(matcher: Matcher) -> Iterator[None]:
+def _one_core_per_pair(store: FeatureStore) -> Iterator[None]:
     """Match one pair per core on a CPU, and give torch its threads back at the end."""
     threads = torch.get_num_threads()
-    matcher.use_one_core_per_pair()
+    store.matcher = store.matcher.use_one_core_per_pair()
     try:
         yield
     finally:
