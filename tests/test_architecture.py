@@ -38,8 +38,6 @@ FLOORS = [
     "pipeline",  # export, and commands that no stage imports
     "benchmarks",
 ]
-# Folders or modules that still import upwards, and what
-EXCEPTIONS = [("superglue_sift.features.store", "superglue_sift.matcher")]
 # What the library may import of other projects, and inside functions of its extras
 LIBRARY = {"PIL", "cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", "tqdm"}
 LIBRARY |= {"tifffile"}
@@ -98,7 +96,6 @@ def test_folders_import_downwards_only():
         for name, others in GRAPH.items()
         for other in others
         if find_floor(other) > find_floor(name)
-        and not any(is_in(name, lower) and is_in(other, upper) for lower, upper in EXCEPTIONS)
     ]
     assert upwards == []
 

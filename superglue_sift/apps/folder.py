@@ -35,10 +35,10 @@ from superglue_sift.apps.pairing import (
     resolve_pairing,
 )
 from superglue_sift.apps.results import JSON_ENDING, MATCHES_ENDING, PairFiles
+from superglue_sift.apps.store import FeatureStore, PhotoFile
 from superglue_sift.errors import RequestError, import_extra
 from superglue_sift.features.images import BadImage
 from superglue_sift.features.photo_folder import check_masks, list_photos
-from superglue_sift.features.store import FeatureStore, PhotoFile
 from superglue_sift.files import FileName, name_below, write_csv
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher, split_batches

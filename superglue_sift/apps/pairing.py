@@ -19,10 +19,10 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple
 import cv2
 import numpy as np
 
+from superglue_sift.apps.store import PhotoFile
 from superglue_sift.errors import RequestError, check_range
 from superglue_sift.features.descriptors import to_root_sift
 from superglue_sift.features.features import Features
-from superglue_sift.features.store import PhotoFile
 from superglue_sift.files import FileName, find_spelling, read_lines
 from superglue_sift.matcher import split_batches
 

@@ -19,7 +19,7 @@ from typing import Any, Dict, Optional, Set
 import numpy as np
 
 from superglue_sift.apps.pairing import PICTURE_ENDING, PhotoPair
-from superglue_sift.features.store import FeatureStore, read_npz
+from superglue_sift.apps.store import FeatureStore, read_npz
 from superglue_sift.files import write_atomic
 from superglue_sift.match_result import REFINED, MatchResult
 from superglue_sift.matches import Matches

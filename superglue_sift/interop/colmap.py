@@ -22,11 +22,11 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 import numpy as np
 
+from superglue_sift.apps.store import FeatureStore, PhotoFile
 from superglue_sift.errors import RequestError, import_extra
 from superglue_sift.features.descriptors import to_root_sift
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import invert_orientation, map_to_upright
-from superglue_sift.features.store import FeatureStore, PhotoFile
 from superglue_sift.files import name_below, replace_file, resolve_link
 from superglue_sift.geometry import two_view
 from superglue_sift.geometry.tracks import refine_tracks

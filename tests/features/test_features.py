@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from superglue_sift import Features, Matcher
+from superglue_sift.apps.store import FeatureStore, PhotoFile
 from superglue_sift.errors import RequestError
 from superglue_sift.features import sift
 from superglue_sift.features.extraction import extract_features, to_gray
 from superglue_sift.features.images import ORIENTATION
-from superglue_sift.features.store import FeatureStore, PhotoFile
 
 
 @pytest.fixture(scope="module")
