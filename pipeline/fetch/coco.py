@@ -285,7 +285,7 @@ class RemoteArchive:
                 # urllib3's Retry would not repeat a body that is cut off.
                 with self._session.get(
                     urls[0],
-                    headers={"Range": f"bytes={start}-{end - 1}"},
+                    headers={"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"},
                     stream=True,
                     timeout=(CONNECT_S, SILENCE_S),
                 ) as reply:
