@@ -10,7 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from made_matches import make_track_pair
-from made_pairs import records_at
+from made_pairs import features_at
 from made_scenes import TURN
 from PIL.TiffImagePlugin import IFDRational
 from reading import read_error
@@ -309,7 +309,7 @@ def test_keypoints_of_photographs_of_different_sizes_are_refined_alike():
         matcher = SimpleNamespace(refine_batch=lambda items: [item[0] for item in items])
 
         def __call__(self, photo):
-            return Features(records_at(keypoints[photo]), sizes[photo])
+            return features_at(keypoints[photo], sizes[photo])
 
         with_pixels = __call__
 
