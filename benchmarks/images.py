@@ -101,7 +101,7 @@ def time_onnx_runtime(setting: Setting) -> Iterator[str]:
     )
     # Compare the indices (M,) of the matches, for the keypoints that either way matches.
     onnx_matches = ways["ONNX"]()[0][0]
-    torch_matches, _ = ways["torch"]().dense()
+    torch_matches, _ = ways["torch"]().to_dense()
     is_matched = (onnx_matches >= 0) | (torch_matches >= 0)
     equal = (onnx_matches == torch_matches)[is_matched].mean()
     yield f"ONNX Runtime on {kind}: share of matches equal to torch's {equal:.4f}"

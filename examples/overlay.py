@@ -46,12 +46,12 @@ def main() -> None:
     parser.add_argument("--model", help="model file (default: the shipped weights)")
     args = parser.parse_args()
     result = Matcher.load(args.model).match(args.image0, args.image1)
-    fit = result.homography()
+    fit = result.fit_homography()
     print(f"{int(fit.inliers.sum())} of {len(result.matches)} matches fit one homography")
     if fit.model is None:
         raise SystemExit("error: no homography fits the matches, so there is no overlay")
     # `photos` rotates them upright, as the coordinates of the matches are. Pillow needs RGB.
-    photo0, photo1 = result.photos()
+    photo0, photo1 = result.load_photos()
     image0 = cv2.cvtColor(photo0.pixels, cv2.COLOR_BGR2RGB)
     image1 = cv2.cvtColor(photo1.pixels, cv2.COLOR_BGR2RGB)
     overlay = warp(image0, image1, fit.model)

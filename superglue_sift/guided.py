@@ -39,8 +39,8 @@ def add_guided_matches(
     """
     # Where the network got both keypoints, its decision stands.
     is_selected0, is_selected1 = map(np.isin, mutual_matches.indices.T, selected)
-    candidates = mutual_matches.only(~(is_selected0 & is_selected1))
-    guides = network_matches.above(threshold)
+    candidates = mutual_matches.select(~(is_selected0 & is_selected1))
+    guides = network_matches.keep_above(threshold)
     guided_matches = find_guided_matches(guides, candidates, keypoints, factors)
     # A guided match wins, since more matches speak for it.
     return guided_matches.join(network_matches.drop_keypoints_of(guided_matches))
@@ -70,4 +70,4 @@ def find_guided_matches(
     neighbors = np.asarray(KDTree(guide_points[0]).query(points[0], NEIGHBORS)[1])
     _, errors, spreads = fit_maps_around(guide_points, neighbors, points, factors[0])
     is_predicted = are_small_errors(errors, spreads, factors[1])
-    return Matches(candidates.indices, guides.scores[neighbors].mean(1)).only(is_predicted)
+    return Matches(candidates.indices, guides.scores[neighbors].mean(1)).select(is_predicted)

@@ -99,14 +99,14 @@ class MatchResult:
         MatchResult(4 matches; 100x100 px with 5 keypoints, 100x100 px with 5 keypoints)
         >>> result.points1[0].tolist()
         [15.0, 15.0]
-        >>> result.above(0.8).matches.tolist()
+        >>> result.keep_above(0.8).matches.tolist()
         [[0, 0], [1, 1]]
-        >>> result.dense()[0].tolist()
+        >>> result.to_dense()[0].tolist()
         [0, 1, 2, 3, -1]
-        >>> H = result.homography().model
+        >>> H = result.fit_homography().model
         >>> bool(np.allclose(H, [[1, 0, 5], [0, 1, 5], [0, 0, 1]], atol=1e-3))
         True
-        >>> result.homography().supported  # any four matches fit a homography
+        >>> result.fit_homography().supported  # any four matches fit a homography
         False
     """
 
@@ -187,7 +187,7 @@ class MatchResult:
             images=(features0.image, features1.image),
         )
 
-    def dense(self, image: int = 0) -> Tuple[np.ndarray, np.ndarray]:
+    def to_dense(self, image: int = 0) -> Tuple[np.ndarray, np.ndarray]:
         """Return the match of each keypoint of one image in the other, and its score.
 
         Args:
@@ -202,12 +202,12 @@ class MatchResult:
             return self.scored_matches.to_dense(len(self.keypoints0))
         return Matches(self.matches[:, ::-1], self.scores).to_dense(len(self.keypoints1))
 
-    def above(self, threshold: float) -> MatchResult:
+    def keep_above(self, threshold: float) -> MatchResult:
         """Keep the matches with a score above `threshold`."""
         highest = max(threshold, self.threshold or 0.0)
-        return replace(self.only(self.scores > threshold), threshold=highest)
+        return replace(self.select(self.scores > threshold), threshold=highest)
 
-    def only(self, index: np.ndarray) -> MatchResult:
+    def select(self, index: np.ndarray) -> MatchResult:
         """Keep some of the matches.
 
         Args:
@@ -215,7 +215,7 @@ class MatchResult:
         """
         arrays = {name: getattr(self, name) for name in REFINED}
         refined = {name: array[index] for name, array in arrays.items() if array is not None}
-        return replace(self, scored_matches=self.scored_matches.only(index), **refined)
+        return replace(self, scored_matches=self.scored_matches.select(index), **refined)
 
     def refine(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
         """Refine the positions by the pixels of both images (`refinement.refine`).
@@ -256,7 +256,7 @@ class MatchResult:
         """
         return self.pair_score is None or len(self.matches) > 0
 
-    def homography(self, threshold_px: Optional[float] = None) -> Fit:
+    def fit_homography(self, threshold_px: Optional[float] = None) -> Fit:
         """Fit a robust homography from pixels of image 0 to image 1 (`two_view.fit_homography`).
 
         Args:
@@ -273,7 +273,7 @@ class MatchResult:
             >>> keypoints1 = 2 * keypoints0 + [10, 20]
             >>> matches = Matches(np.stack([np.arange(50)] * 2, axis=1), np.ones(50))
             >>> result = MatchResult(keypoints0, keypoints1, matches, (500, 500), (1010, 1020))
-            >>> fit = result.homography()
+            >>> fit = result.fit_homography()
             >>> bool(np.allclose(fit.model, [[2, 0, 10], [0, 2, 20], [0, 0, 1]], atol=1e-3))
             True
             >>> int(fit.inliers.sum()), fit.supported
@@ -281,7 +281,7 @@ class MatchResult:
         """
         return self._fit("homography", threshold_px)
 
-    def fundamental(self, threshold_px: Optional[float] = None) -> Fit:
+    def fit_fundamental(self, threshold_px: Optional[float] = None) -> Fit:
         """Fit a robust fundamental matrix F, x1^T F x0 = 0 (`two_view.fit_fundamental`).
 
         Args:
@@ -300,7 +300,7 @@ class MatchResult:
             >>> matches = Matches(np.stack([np.arange(50)] * 2, axis=1), np.ones(50))
             >>> fit = MatchResult(
             ...     keypoints0, keypoints1, matches, (500, 500), (500, 500)
-            ... ).fundamental()
+            ... ).fit_fundamental()
             >>> distances = two_view.epipolar_distances(fit.model, keypoints0, keypoints1)
             >>> bool(distances.max() < 0.1), fit.supported
             (True, True)
@@ -333,7 +333,7 @@ class MatchResult:
         factor0, factor1 = map(two_view.reduction_factor, (self.size0, self.size1))
         return factor0, factor1
 
-    def relative_pose(
+    def estimate_relative_pose(
         self, K0: np.ndarray, K1: np.ndarray, threshold_px: Optional[float] = None
     ) -> Pose:
         """Estimate the relative pose of both cameras (`pose.estimate_relative_pose`).
@@ -358,7 +358,7 @@ class MatchResult:
             >>> keypoints1[:, 0] -= 100 / np.linspace(1, 5, 50)  # a step to the right
             >>> matches = Matches(np.stack([np.arange(50)] * 2, axis=1), np.ones(50))
             >>> result = MatchResult(keypoints0, keypoints1, matches, (500, 500), (500, 500))
-            >>> pose = result.relative_pose(K, K)
+            >>> pose = result.estimate_relative_pose(K, K)
             >>> bool(np.allclose(pose.R, np.eye(3), atol=1e-3))
             True
             >>> bool(np.allclose(pose.t, [-1, 0, 0], atol=1e-3))  # its length is not known
@@ -385,9 +385,9 @@ class MatchResult:
         supported = two_view.is_supported(is_near, limit, self.size1, sample, t is not None)
         return Pose(R, t, inliers, supported)
 
-    def fits(self) -> Dict[str, Fit]:
+    def fit_models(self) -> Dict[str, Fit]:
         """Return the robust homography and fundamental matrix, by name."""
-        return {"homography": self.homography(), "fundamental": self.fundamental()}
+        return {"homography": self.fit_homography(), "fundamental": self.fit_fundamental()}
 
     def describe_fits(self) -> str:
         """Describe how many matches fit one camera motion, and how many of these one plane.
@@ -396,8 +396,8 @@ class MatchResult:
         """
         # A rigid scene supports F; a plane supports H as well.
         total = len(self.matches)
-        motion = self.fundamental()
-        plane = self.homography()
+        motion = self.fit_fundamental()
+        plane = self.fit_homography()
         if not motion.supported and not plane.supported:
             return f"{total} matches, which support no camera motion and no plane"
         # Count the matches that fit both models, or the plane alone without a camera motion.
@@ -447,13 +447,13 @@ class MatchResult:
             >>> result.show(image, image, captions=False)  # 8 px between the images
             Picture(208x100 px; .save(path) writes it)
         """
-        photos = self.photos(image0, image1)
+        photos = self.load_photos(image0, image1)
         points0, points1 = (
             two_view.transform(points.astype(np.float64), photo.to_shown)
             for points, photo in zip((self.points0, self.points1), photos)
         )
         # Only a model that the matches support tells which of them are wrong.
-        fits = self.fits()
+        fits = self.fit_models()
         name = max(fits, key=lambda name: int(fits[name].inliers.sum()))
         fit = fits[name]
         is_outlier = ~fit.inliers & fit.supported
@@ -462,7 +462,7 @@ class MatchResult:
         pixels = draw_panels(photos[0].pixels, photos[1].pixels, [panel], captions)
         return Picture(pixels, write_legend([panel]))
 
-    def photos(
+    def load_photos(
         self, image0: Optional[Image] = None, image1: Optional[Image] = None
     ) -> Tuple[Photo, Photo]:
         """Return both images upright, for drawing.

@@ -7,7 +7,7 @@
     result.points0, result.points1, result.scores     # (K, 2), (K, 2) pixels, (K,) probabilities
 
     result.show().save("matches.png")                 # a notebook shows the picture by itself
-    result.homography().model, result.fundamental().inliers  # (3, 3) or None, (K,) bool
+    result.fit_homography().model, result.fit_fundamental().inliers  # (3, 3) or None, (K,) bool
 
 To match an image several times, compute its features once: `a = matcher.extract("A.jpg")`, then
 `matcher.match(a, "B.jpg")`, or `matcher.match_many("A.jpg", ["B.jpg", "C.jpg"])`.
@@ -472,7 +472,7 @@ class Matcher:
         for pair, (matches, score) in zip(batch, self.match_features(batch)):
             result = MatchResult.of(*pair, matches)
             if self.rules is None:
-                results.append(result.above(self.threshold))
+                results.append(result.keep_above(self.threshold))
             else:
                 results.append(dataclasses.replace(result, pair_score=score))
         # Move the matched positions to where the pixels of both images agree best.

@@ -31,7 +31,7 @@ class Matches:
         """Return the number of matches, K."""
         return len(self.indices)
 
-    def only(self, index: np.ndarray) -> Matches:
+    def select(self, index: np.ndarray) -> Matches:
         """Keep some of the matches.
 
         Args:
@@ -39,13 +39,13 @@ class Matches:
         """
         return Matches(self.indices[index], self.scores[index])
 
-    def above(self, threshold: float) -> Matches:
+    def keep_above(self, threshold: float) -> Matches:
         """Keep the matches with a score above `threshold`."""
-        return self.only(self.scores > threshold)
+        return self.select(self.scores > threshold)
 
     def sort(self) -> Matches:
         """Return the matches in the order of image 0's keypoints."""
-        return self.only(np.argsort(self.indices[:, 0], kind="stable"))
+        return self.select(np.argsort(self.indices[:, 0], kind="stable"))
 
     def join(self, other: Matches) -> Matches:
         """Join two sets of matches, sorted. A match that is in both has the score of the first."""
@@ -58,7 +58,7 @@ class Matches:
     def drop_keypoints_of(self, other: Matches) -> Matches:
         """Drop the matches that share a keypoint with a match of `other`."""
         is_taken0, is_taken1 = map(np.isin, self.indices.T, other.indices.T)
-        return self.only(~(is_taken0 | is_taken1))
+        return self.select(~(is_taken0 | is_taken1))
 
     def get_points(self, keypoints: Tuple[np.ndarray, np.ndarray]) -> Tuple[np.ndarray, np.ndarray]:
         """Return the positions of the matches in both images, (K, 2) float64 px each.

@@ -95,13 +95,13 @@ def verify_ratio_matches(
     matches = nearest.match_by_ratio(first[0], first[1])
     # Count the inliers of one geometry that lie on no watermark.
     is_marked = find_watermarks(keypoints, matches.indices, sizes)
-    points = matches.only(~is_marked).get_points(keypoints)
+    points = matches.select(~is_marked).get_points(keypoints)
     inliers = two_view.fit_fundamental(*points, INLIER_PX, factors)[1]
     # Drop all keypoints near the watermarks, also those that the ratio test did not match.
     unmarked0, unmarked1 = (
         order[~lie_on_mark(features.keypoints[order], mark, sizes)]
         for features, order, mark in zip(
-            pair, orders, matches.only(is_marked).get_points(keypoints)
+            pair, orders, matches.select(is_marked).get_points(keypoints)
         )
     )
     return int(inliers.sum()), (unmarked0, unmarked1)
@@ -134,12 +134,12 @@ def verify_pair(
     # A watermark may lie on keypoints that `verify_ratio_matches` did not match.
     sizes = pair[0].image_size, pair[1].image_size
     is_marked = find_watermarks(keypoints, network_matches.indices, sizes)
-    network_matches = network_matches.only(~is_marked)
+    network_matches = network_matches.select(~is_marked)
     F, evidence = fit_geometry(network_matches, mutual_matches, keypoints, factors)
     probability = verification.compute_probability(evidence)
     if F is None or probability < accept:
         return Matches.none(), probability
-    confident = network_matches.above(threshold)
+    confident = network_matches.keep_above(threshold)
     return add_epipolar_matches(F, confident, mutual_matches, keypoints, factors), probability
 
 
@@ -159,8 +159,8 @@ def fit_geometry(
         F (3, 3) with x1^T F x0 = 0, or None if there is no geometry, and its evidence (2,) from
         `verification.measure_evidence`.
     """
-    network_matches = network_matches.above(MIN_CONFIDENCE)
-    ratio_matches = mutual_matches.above(1.0 - nearest.RATIO)
+    network_matches = network_matches.keep_above(MIN_CONFIDENCE)
+    ratio_matches = mutual_matches.keep_above(1.0 - nearest.RATIO)
     # The network's matches tell which of several geometries is right. But they may be few if the
     # views are far apart, or lie along one row of windows. So the ratio test's matches help to
     # place the lines.
@@ -195,7 +195,7 @@ def add_epipolar_matches(
         factors: multiply the limits, one for each image.
     """
     # A confident match only has to lie near its epipolar line.
-    confident = network_matches.join(mutual_matches.above(1.0 - nearest.RATIO))
+    confident = network_matches.join(mutual_matches.keep_above(1.0 - nearest.RATIO))
     confident = _keep_near_lines(F, confident, keypoints, BAND_PX, factors)
     confident = nearest.keep_one_to_one(confident)
     # Other mutual nearest neighbors must also be where the matches around them predict them.
@@ -209,7 +209,7 @@ def _keep_near_lines(
 ) -> Matches:
     """Keep the matches at most `limit_px` from their epipolar lines in both images."""
     distances = two_view.epipolar_distances(F, *matches.get_points(keypoints), factors)
-    return matches.only(distances <= limit_px)
+    return matches.select(distances <= limit_px)
 
 
 def _get_distinct_points(matches: Matches, keypoints: Points) -> Tuple[Points, np.ndarray]:

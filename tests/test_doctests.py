@@ -21,8 +21,8 @@ MODULES = (
 # What users call first, by its name in one of the modules
 FIRST = {
     "Matcher.load", "Matcher.extract", "Matcher.match", "match_folder", "MatchResult",
-    "MatchResult.homography", "MatchResult.fundamental", "MatchResult.relative_pose",
-    "MatchResult.show", "Features.of", "SuperGlue.forward",
+    "MatchResult.fit_homography", "MatchResult.fit_fundamental",
+    "MatchResult.estimate_relative_pose", "MatchResult.show", "Features.of", "SuperGlue.forward",
 }  # fmt: skip
 
 

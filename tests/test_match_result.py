@@ -38,17 +38,18 @@ def test_geometry_does_not_depend_on_the_resolution_of_a_file(is_refined, factor
     small = make_result(1.0, is_refined)
     large = make_result(factor, is_refined)
     to_file = two_view.map_to_resized((1, 1), (factor, factor))
-    for name in ("homography", "fundamental"):
+    for name in ("fit_homography", "fit_fundamental"):
         expected = getattr(small, name)()
         fit = getattr(large, name)()
         np.testing.assert_array_equal(fit.inliers, expected.inliers)
         assert expected.inliers[:150].mean() > 0.95 and fit.supported
-    H = two_view.compose(two_view.inverse(to_file), large.homography().model, to_file)
-    assert two_view.corner_error(H, small.homography().model, SIZE) < 0.01
+    H = two_view.compose(two_view.inverse(to_file), large.fit_homography().model, to_file)
+    assert two_view.corner_error(H, small.fit_homography().model, SIZE) < 0.01
     K = np.array([[900.0, 0, 512], [0, 900, 384], [0, 0, 1]])
-    poses = small.relative_pose(K, K), large.relative_pose(to_file @ K, to_file @ K)
-    np.testing.assert_array_equal(poses[0].inliers, poses[1].inliers)
-    np.testing.assert_allclose(poses[0].R, poses[1].R, atol=1e-4)
+    expected = small.estimate_relative_pose(K, K)
+    pose = large.estimate_relative_pose(to_file @ K, to_file @ K)
+    np.testing.assert_array_equal(pose.inliers, expected.inliers)
+    np.testing.assert_allclose(pose.R, expected.R, atol=1e-4)
 
 
 def test_refinement_in_a_reduced_image_is_in_pixels_of_the_file(photo):
@@ -77,13 +78,13 @@ def test_refinement_in_a_reduced_image_is_in_pixels_of_the_file(photo):
 def test_a_threshold_is_in_pixels_of_the_file():
     large = make_result(8.0)
     for threshold in (8.0, 24.0):
-        H, inliers, _ = large.homography(threshold)
+        H, inliers, _ = large.fit_homography(threshold)
         distances = np.linalg.norm(
             two_view.transform(large.points0.astype(float), H) - large.points1, axis=1
         )
         np.testing.assert_array_equal(inliers, distances <= threshold)
-    np.testing.assert_array_equal(inliers, large.homography().inliers)
-    assert large.homography() is large.homography()  # computed once
+    np.testing.assert_array_equal(inliers, large.fit_homography().inliers)
+    assert large.fit_homography() is large.fit_homography()  # computed once
 
 
 # Relative poses
@@ -109,7 +110,7 @@ def test_a_pose_of_cameras_with_images_of_different_sizes():
     """The second photograph is three times as large, and its camera moved to the right."""
     pytest.importorskip("poselib")
     K1 = np.diag([3.0, 3, 1]) @ CAMERA
-    pose = view_points(K1).relative_pose(CAMERA, K1)
+    pose = view_points(K1).estimate_relative_pose(CAMERA, K1)
     assert pose.inliers.all() and pose.supported
     np.testing.assert_allclose(pose.R, ROTATION, atol=1e-4)
     np.testing.assert_allclose(pose.t, TRANSLATION / np.linalg.norm(TRANSLATION), atol=1e-3)
@@ -124,9 +125,12 @@ def test_the_threshold_of_a_pose_is_in_pixels_of_the_file(scale):
     keypoints = [scale * small.keypoints0, scale * small.keypoints1]
     size = scale * SIZE[0], scale * SIZE[1]
     large = replace(small, keypoints0=keypoints[0], keypoints1=keypoints[1], size0=size, size1=size)
-    counts = [int(large.relative_pose(K, K, scale * px).inliers.sum()) for px in (0.3, 1.0, 3.0)]
-    expected = [int(small.relative_pose(CAMERA, CAMERA, px).inliers.sum()) for px in (0.3, 1, 3)]
-    assert counts == expected
+    counts = []
+    for px in (0.3, 1.0, 3.0):
+        pose = large.estimate_relative_pose(K, K, scale * px)
+        expected = small.estimate_relative_pose(CAMERA, CAMERA, px)
+        np.testing.assert_array_equal(pose.inliers, expected.inliers)
+        counts.append(int(pose.inliers.sum()))
     assert counts[0] < 120 < counts[1] < counts[2]
 
 
@@ -135,7 +139,7 @@ def test_random_points_support_no_pose():
     for seed in range(12):
         points = np.random.default_rng(seed).uniform(0, SIZE, (2, 60, 2)).astype(np.float32)
         result = MatchResult(*points, match_range(0, 60, 1.0), SIZE, SIZE)
-        pose = result.relative_pose(CAMERA, CAMERA)
+        pose = result.estimate_relative_pose(CAMERA, CAMERA)
         assert pose.R is not None and not pose.supported
 
 
@@ -145,8 +149,8 @@ def test_unrelated_photographs_support_no_pose(photo, shared_data):
     matcher = Matcher.load(device="cpu", threshold=0.0)
     result = matcher.match(photo, path)
     assert len(result.matches) > 20
-    pose = result.relative_pose(CAMERA, CAMERA)
-    assert not pose.supported and not result.fundamental().supported
+    pose = result.estimate_relative_pose(CAMERA, CAMERA)
+    assert not pose.supported and not result.fit_fundamental().supported
 
 
 def test_a_photograph_and_a_view_of_a_rotated_camera_show_no_parallax(untrained, photo):
@@ -155,7 +159,7 @@ def test_a_photograph_and_a_view_of_a_rotated_camera_show_no_parallax(untrained,
     K = np.array([[width, 0, width / 2], [0, width, height / 2], [0, 0, 1.0]])
     rotated = cv2.warpPerspective(photo, K @ ROTATION @ np.linalg.inv(K), (width, height))
     for other, expected in ((photo, np.eye(3)), (rotated, ROTATION)):
-        pose = untrained.match(photo, other).relative_pose(K, K)
+        pose = untrained.match(photo, other).estimate_relative_pose(K, K)
         assert pose.t is None and pose.inliers.mean() > 0.8 and pose.supported
         assert np.abs(pose.R - expected).max() < 0.002  # an angle of a pixel
 
@@ -167,25 +171,25 @@ def test_matches_by_keypoint_of_either_image():
     matches = Matches(np.array([[0, 2], [1, 0]]), np.float32([0.5, 0.9]))
     result = MatchResult(np.zeros((2, 2)), np.zeros((4, 2)), matches, SIZE, SIZE)
     for image, indices, scores in ((0, [2, 0], [0.5, 0.9]), (1, [1, -1, 0, -1], [0.9, 0, 0.5, 0])):
-        dense_indices, dense_scores = result.dense(image)
+        dense_indices, dense_scores = result.to_dense(image)
         assert dense_indices.tolist() == indices
         np.testing.assert_array_equal(dense_scores, np.float32(scores))
 
 
 @pytest.mark.parametrize("count", [0, 3, 7])
 def test_too_few_matches_fit_nothing(count):
-    few = make_result(1.0).only(np.arange(count))
-    assert few.fundamental().model is None and few.fundamental().inliers.shape == (count,)
-    assert (few.homography().model is None) == (count < 4)
-    assert not few.fundamental().supported
+    few = make_result(1.0).select(np.arange(count))
+    assert few.fit_fundamental().model is None and few.fit_fundamental().inliers.shape == (count,)
+    assert (few.fit_homography().model is None) == (count < 4)
+    assert not few.fit_fundamental().supported
 
 
 def test_random_matches_support_no_geometry():
     points = np.random.default_rng(0).uniform(0, SIZE, (2, 300, 2)).astype(np.float32)
     result = MatchResult(*points, match_range(0, 300, 1.0), SIZE, SIZE)
-    assert not result.homography().supported and not result.fundamental().supported
+    assert not result.fit_homography().supported and not result.fit_fundamental().supported
     right = make_result(1.0)
-    assert right.homography().supported and right.fundamental().supported
+    assert right.fit_homography().supported and right.fit_fundamental().supported
 
 
 def test_a_wallpaper_supports_no_plane():
@@ -193,7 +197,7 @@ def test_a_wallpaper_supports_no_plane():
     points0 = np.random.default_rng(0).uniform(0, (900, 700), (300, 2)).astype(np.float32)
     shifts = np.repeat(np.float32([[96, 0], [0, 64], [-96, -128]]), 100, axis=0)
     result = MatchResult(points0, points0 + shifts, match_range(0, 300, 1.0), SIZE, SIZE)
-    plane = result.homography()
+    plane = result.fit_homography()
     assert plane.inliers.sum() == 100 and not plane.supported
 
 
@@ -207,7 +211,7 @@ def test_selected_matches_keep_their_refined_positions():
     assert result.refined1 is None
     assert result.refine(features, features._replace(gray=None)) is result
     refined = result.refine(features, features)
-    few = refined.above(0.5)
+    few = refined.keep_above(0.5)
     np.testing.assert_array_equal(few.points1, refined.refined1[scores > 0.5])
     assert len(few.refined0) == len(few.deviations) == len(few.correlations) == len(few.matches)
 
@@ -220,7 +224,7 @@ def test_a_picture_has_the_colors_of_both_images(untrained, color_photo, tmp_pat
     path = tmp_path / "a.png"
     cv2.imwrite(str(path), bgr)
     result = untrained.match(path, torch.from_numpy(color_photo.copy()).permute(2, 0, 1))
-    picture = result.only(np.arange(200)).show()
+    picture = result.select(np.arange(200)).show()
     assert repr(picture).startswith(f"Picture({2 * 451 + drawing.GAP}x")
     assert picture._repr_jpeg_()[:2] == b"\xff\xd8"
     picture.save(tmp_path / "new/m.png")

@@ -114,7 +114,7 @@ def test_tensors_and_pil_images_give_the_matches_of_the_same_pixels(matcher, col
     image = Image.fromarray(color_photo)
     found = matcher.match(image, image.convert("RGBA").crop((0, 50, *image.size)))
     assert_same(expected, found)
-    np.testing.assert_array_equal(found.photos()[0].pixels, bgr)
+    np.testing.assert_array_equal(found.load_photos()[0].pixels, bgr)
     rgb = torch.from_numpy(np.ascontiguousarray(color_photo)).permute(2, 0, 1)
     gray = torch.from_numpy(cv2.cvtColor(bgr, cv2.COLOR_BGR2GRAY))
     for pair in ((rgb, gray[None, 50:]), (rgb[None] / 255, gray[50:] / 255.0)):
@@ -143,7 +143,7 @@ def test_the_resolution_of_a_file_does_not_change_its_matches(shared_data, side)
     aligned = [int(np.isfinite(each.deviations).sum()) for each in (expected, found)]
     assert least < aligned[1] / aligned[0] < 1.03 and aligned[0] > 300
     # in pixels of the file
-    F = expected.fundamental().model
+    F = expected.fit_fundamental().model
     there = (found.points1 + 0.5) * (second.shape[1] / side) - 0.5
     assert np.median(epipolar_distances(F, found.points0, there)) < 0.5
 

@@ -134,7 +134,7 @@ def test_inputs_of_a_large_file_are_in_pixels_of_the_reduced_image(photo):
     matcher = Matcher.load(device="cpu")
     model, _ = load_model(find_shipped_weights())
     matches, *_ = by_module(onnx.OnnxSuperGlue(model, matcher.threshold))(*sides)
-    np.testing.assert_array_equal(matches[0], matcher.match(*sides).dense()[0])
+    np.testing.assert_array_equal(matches[0], matcher.match(*sides).to_dense()[0])
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_colmaps_file_matches_as_the_matcher(sides):
     matches, scores = by_colmaps_file(*sides)
     expected = Matcher.load(device="cpu", threshold=0.2).match(*sides)
     assert len(expected.matches) > 80
-    matches0, scores0 = expected.dense()
+    matches0, scores0 = expected.to_dense()
     assert (matches != matches0).sum() <= 2  # rounding decides
     assert np.median(np.abs(scores - scores0)) < 1e-3
     assert (scores[matches < 0] == 0).all()

@@ -142,7 +142,7 @@ def test_photographs_of_one_place_are_accepted_and_of_two_places_are_not(strecha
     F = benchmark.compute_fundamental(*pair)
     distances = two_view.epipolar_distances(F, result.points0, result.points1)
     assert (distances < 4).mean() > 0.95
-    pose = result.relative_pose(*(camera.K for camera in pair))
+    pose = result.estimate_relative_pose(*(camera.K for camera in pair))
     error = pose.R @ pair[0].R @ pair[1].R.T
     assert np.degrees(np.arccos((np.trace(error) - 1) / 2)) < 1 and pose.supported
     results = matcher.match_many(features, [near, other], accepted_only=True)

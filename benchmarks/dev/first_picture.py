@@ -67,7 +67,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     features1 = matcher.extract(image1)
     # The baseline of the evaluation, from the same keypoints
     pair = choose_orientations_of_pair(features0, features1)
-    ratio_matches = match_baselines(pair)[RATIO_TEST].above(RATIO_THRESHOLD)
+    ratio_matches = match_baselines(pair)[RATIO_TEST].keep_above(RATIO_THRESHOLD)
     baseline = MatchResult.of(features0, features1, ratio_matches).refine(features0, features1)
     panels = [
         make_panel("SuperGlue", matcher.match(features0, features1), H),

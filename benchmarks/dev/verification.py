@@ -257,7 +257,7 @@ def measure_pair(matcher: Matcher, labelled_pair: LabelledPair) -> Tuple[Any, ..
     F, evidence = scene.fit_geometry(network_matches, mutual_matches, keypoints, factors)
     if F is None:
         return no_geometry
-    confident = network_matches.above(scene.MIN_CONFIDENCE)
+    confident = network_matches.keep_above(scene.MIN_CONFIDENCE)
     matches = scene.add_epipolar_matches(F, confident, mutual_matches, keypoints, factors)
     right = measure_errors(*matches.get_points(keypoints)) < scenes.RIGHT_PX
     return (place, kind, bool(len(right) and right.mean() > 0.5), *evidence)

@@ -251,7 +251,7 @@ def estimate_pose(points: Points, cameras: CameraPair) -> Optional[Motion]:
 
 
 def estimate_pose_poselib(points: Points, cameras: CameraPair) -> Optional[Motion]:
-    """Estimate the pose by PoseLib's LO-RANSAC, as `MatchResult.relative_pose` does."""
+    """Estimate the pose by PoseLib's LO-RANSAC, as `MatchResult.estimate_relative_pose` does."""
     R, t, _ = estimate_relative_pose(points.points0, points.points1, cameras.K0, cameras.K1)
     if R is None:
         return None

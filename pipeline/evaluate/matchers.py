@@ -181,5 +181,5 @@ def match_baselines(pair: FeaturePair) -> Dict[str, Matches]:
     """
     # All three baselines share one product of the descriptors.
     neighbors, is_mutual = nearest.match_nearest(*map(nearest.unit_descriptors, pair))
-    mutual = neighbors.only(is_mutual)
+    mutual = neighbors.select(is_mutual)
     return {"nn": neighbors, "mutual_nn": mutual, RATIO_TEST: mutual}

@@ -238,7 +238,7 @@ def score_pair(
         }
         # Make one row for each value, and for each error of an estimate.
         rows += [(*start, "", False, metric, float(value)) for metric, value in values.items()]
-        errors = compute_errors(labeled_pair, matcher, matches.only(counts), settings)
+        errors = compute_errors(labeled_pair, matcher, matches.select(counts), settings)
         for estimator, is_refined, error in errors:
             rows.append((*start, estimator, is_refined, "error", error))
     pictured = [panels[matcher] for matcher in PICTURED if matcher in panels]

@@ -324,7 +324,7 @@ def compute_ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> S
     counts = (count_keypoints(features).tolist() for features in images)
     for index, (count0, count1) in enumerate(zip(*counts)):
         nearest, is_mutual = match_nearest(units[0][index, :count0], units[1][index, :count1])
-        dense = nearest.only(is_mutual).to_dense(count0)
+        dense = nearest.select(is_mutual).to_dense(count0)
         matches[index, :count0], scores[index, :count0] = map(torch.from_numpy, dense)
     return count_matches(matches, scores, truth)
 

@@ -172,7 +172,7 @@ def make_npz(result: MatchResult, **about: str) -> bytes:
         result: the matches.
         about: further texts by name, such as the names of the photographs.
     """
-    matches, scores = result.dense()
+    matches, scores = result.to_dense()
     arrays: Dict[str, Any] = {
         "keypoints0": result.keypoints0,
         "keypoints1": result.keypoints1,
@@ -203,8 +203,8 @@ def make_json(result: MatchResult, **about: str) -> bytes:
     matching_scores0: the score of this match, or 0.
     matches: a list of [index0, index1, score].
     frame, turned0, turned1, pair_score, accepted: see `MatchResult`.
-    inliers, supported, H_0to1, F_0to1: from `MatchResult.fits`. A model that is not supported fits
-        no better than a model of wrong matches.
+    inliers, supported, H_0to1, F_0to1: from `MatchResult.fit_models`. A model that is not supported
+        fits no better than a model of wrong matches.
     refined0, refined1, deviations, correlations: in the order of the matches. An entry is null
         where refinement failed. All are null if the matches were not refined.
 
@@ -220,8 +220,8 @@ def make_json(result: MatchResult, **about: str) -> bytes:
         values = values.astype(float).round(digits)
         return np.where(np.isfinite(values), values, None).tolist()  # pyright: ignore
 
-    fits = result.fits()
-    matches0, scores0 = result.dense()
+    fits = result.fit_models()
+    matches0, scores0 = result.to_dense()
     scores = round_numbers(result.scores, 6)
     record: Dict[str, Any] = {
         **about,

@@ -163,7 +163,7 @@ def _describe_orientations(features: Features) -> Tuple[np.ndarray, np.ndarray]:
 def keep_one_to_one(matches: Matches) -> Matches:
     """Keep the matches that share no keypoint with a more confident one, in image 0's order."""
     index0, index1 = matches.indices.T
-    return matches.only(find_one_to_one(index0, index1, matches.scores)).sort()
+    return matches.select(find_one_to_one(index0, index1, matches.scores)).sort()
 
 
 def find_one_to_one(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -204,7 +204,7 @@ def select_keypoints(
     counts = len(features0.keypoints), len(features1.keypoints)
     if max(counts) <= max_keypoints:
         return np.arange(counts[0]), np.arange(counts[1])
-    likely = mutual_matches.above(1.0 - SELECTING_RATIO)
+    likely = mutual_matches.keep_above(1.0 - SELECTING_RATIO)
     first = likely.indices[np.argsort(-likely.scores, kind="stable")[:max_keypoints]]
     selected = []
     for features, matched in zip((features0, features1), first.T):

@@ -114,7 +114,7 @@ def create_database(
                 points0 = refined[photo0][result.matches[:, 0]]
                 points1 = refined[photo1][result.matches[:, 1]]
                 factors = _limit_factor(result.size0), _limit_factor(result.size1)
-                result = result.only(find_refined_inliers(points0, points1, factors))
+                result = result.select(find_refined_inliers(points0, points1, factors))
             if len(result.matches):
                 _write_pair(database, entry0, entry1, result.matches)
     replace_file(partial, path)

@@ -123,7 +123,7 @@ def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:
     }
     # (K, 2) -> (1, M) and (1, N)
     for image in (0, 1):
-        indices, scores = (torch.from_numpy(values)[None] for values in result.dense(image))
+        indices, scores = (torch.from_numpy(values)[None] for values in result.to_dense(image))
         output[f"matches{image}"] = indices
         output[f"matching_scores{image}"] = scores
     return output

@@ -21,7 +21,7 @@ def test_ratio_and_mutual_agree_with_opencv(photo):
     pair = extract_pair(photo, photo[20:, 30:])
     descriptors = [to_root_sift(features.descriptors[:, 0]) for features in pair]
     matches = matchers.match_baselines(pair)
-    matches["ratio_test"] = matches["ratio_test"].above(matchers.RATIO_THRESHOLD)
+    matches["ratio_test"] = matches["ratio_test"].keep_above(matchers.RATIO_THRESHOLD)
     partners = {name: dict(of_one.indices.tolist()) for name, of_one in matches.items()}
     for name, mutual in (("nn", False), ("mutual_nn", True)):
         expected = cv2.BFMatcher(cv2.NORM_L2, crossCheck=mutual).match(*descriptors)

@@ -64,7 +64,7 @@ def test_the_evaluation_and_a_matcher_find_the_same_matches(sequences):
     matcher = Matcher.load(device="cpu", refine=False, **FEW)
     for index in (0, 2):
         (pair,) = extract_scene_pairs(source, index, compared.evaluated.extract)
-        matches = compared.match(pair)[OURS].above(compared.thresholds[OURS])
+        matches = compared.match(pair)[OURS].keep_above(compared.thresholds[OURS])
         result = matcher.match(*source.files[index])
         np.testing.assert_array_equal(matches.indices, result.matches)
         np.testing.assert_array_equal(matches.scores, result.scores)

@@ -149,7 +149,7 @@ def test_every_estimator_finds_an_exact_homography(exact, settings, name):
     settings = settings._replace(estimators=(name,))
     every = Matches.from_dense(partner, np.ones(20))
     assert score(labeled_pair, every, settings)[name] < 0.05
-    assert math.isinf(score(labeled_pair, every.only(np.arange(3)), settings)[name])
+    assert math.isinf(score(labeled_pair, every.select(np.arange(3)), settings)[name])
 
 
 @pytest.mark.parametrize("matcher", [OURS, *matchers.BASELINES])

@@ -115,7 +115,7 @@ def test_deviations_of_photographs(shared_data, blur, count):
         view = cv2.GaussianBlur(view, (0, 0), blur) if blur else view
         view = (view + random.normal(0, 2, view.shape)).round().clip(0, 255).astype(np.uint8)
         result = matcher.match(image, view)
-        result = result.only(np.isfinite(result.deviations))
+        result = result.select(np.isfinite(result.deviations))
         offsets = two_view.transform(result.points0.astype(float), MILD) - result.points1
         errors = np.linalg.norm(offsets, axis=1)
         ratios.append((errors / result.deviations)[errors < 3])

@@ -29,7 +29,7 @@ def result(matcher, pair):
 
 
 def assert_equal(result, expected):
-    for values, expected_values in zip(result.dense(), expected.dense()):
+    for values, expected_values in zip(result.to_dense(), expected.to_dense()):
         np.testing.assert_allclose(values, expected_values, atol=1e-6)
     np.testing.assert_array_equal(result.keypoints0, expected.keypoints0)
 
@@ -60,7 +60,7 @@ def test_features_of_lightglue(result, pair, matcher):
         np.testing.assert_allclose(values["oris"], expected["oris"], atol=2e-5)
         # SIFT is rounded to whole numbers of 512.
         np.testing.assert_allclose(values["descriptors"], expected["descriptors"], atol=0.05)
-    is_same = matcher.match(*converted).dense()[0] == result.dense()[0]
+    is_same = matcher.match(*converted).to_dense()[0] == result.to_dense()[0]
     assert is_same.mean() > 0.95  # second orientations are lost
 
 

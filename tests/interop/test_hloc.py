@@ -96,7 +96,7 @@ def test_the_matcher_gives_our_matches(pair, result, plugin, tmp_path):
     data = read_batch(tmp_path / "features.h5", pair)
     assert set(plugin.required_inputs) <= set(data)
     output = plugin({"name": "superglue_sift", "device": "cpu"})._forward(data)
-    is_same = output["matches0"][0].numpy() == result.dense()[0]
+    is_same = output["matches0"][0].numpy() == result.to_dense()[0]
     assert is_same.mean() > 0.95  # second orientations are lost
     assert output["matching_scores0"].shape == output["matches0"].shape
 
@@ -111,7 +111,7 @@ def test_settings_are_those_of_the_matcher(plugin):
 def test_matches_are_in_the_group_of_the_pair(result, tmp_path):
     hloc.write_matches(tmp_path / "matches.h5", "db/0.jpg", "query/1.jpg", result)
     arrays = read_group(tmp_path / "matches.h5", "db-0.jpg/query-1.jpg")
-    np.testing.assert_array_equal(arrays["matches0"], result.dense()[0])
+    np.testing.assert_array_equal(arrays["matches0"], result.to_dense()[0])
 
 
 def test_an_image_that_is_written_again_keeps_the_images_below_its_name(pair, tmp_path):
