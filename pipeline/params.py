@@ -49,7 +49,6 @@ class FetchParams(Section):
     content: str
     limit: CountOrZero
     val_fraction: float = Field(ge=0.0, le=0.9)
-    test_fraction: Fraction
 
     @model_validator(mode="after")
     def _check_source_keys(self) -> FetchParams:

@@ -123,7 +123,7 @@ def check_held_out(images: ImageSet, sections: Params) -> None:
         print(
             f"fetch: {counts[purpose]} {purpose} images are too few to judge by, since intervals"
             f" need {MIN_TEST_IMAGES}: give more images, or hold out a larger part"
-            " (fetch.val_fraction, fetch.test_fraction)"
+            " (fetch.val_fraction)"
         )
 
 

@@ -474,8 +474,7 @@ def make_entries(splits: Splits, containers: Mapping[str, Container]) -> List[En
         if not splits[split]:
             raise RequestError(
                 f"{containers.get(split, containers['train']).path}: no image is left for {split};"
-                " give more images that are no copies, or change fetch.val_fraction and"
-                " fetch.test_fraction"
+                " give more images that are no copies, or change fetch.val_fraction"
             )
     entries = []
     for split, names in splits.items():
@@ -517,11 +516,11 @@ def split_names(
         for names in (train, held_out)
     )
     count = count_different_images(held_out)
-    expected = round(settings.test_fraction * count)
+    expected = round(count / 2)
     minima = (max(1, min(count - expected, FEW_TESTED)), max(1, min(expected, FEW_TESTED)))
     # The seed is another one, because by the seed above all held-out images have small hashes, and
     # would all go to test.
-    val, test = hold_out(held_out, settings.test_fraction, SEED + 1, minima, contents)
+    val, test = hold_out(held_out, 0.5, SEED + 1, minima, contents)
     return {"train": train, "val": val, "test": test}
 
 

@@ -80,7 +80,7 @@ def test_the_sample_is_in_the_wheel_and_the_same_request_writes_the_same_bytes(r
 
 
 def test_a_folder_stays_where_it_is_and_a_part_is_held_out(run_on, image_folder):
-    folder = run_on(image_folder, val_fraction=0.5, test_fraction=0.5)
+    folder = run_on(image_folder, val_fraction=0.5)
     splits = by_split(folder)
     assert sorted(name for split in splits.values() for name in split) == FOUR
     assert splits["train"] and splits["val"]
@@ -111,7 +111,7 @@ def test_copies_of_a_photograph_share_a_split(run_on, tmp_path):
 def test_a_photograph_in_both_folders_is_held_out(run_on, tmp_path, capsys):
     train = write_photographs(tmp_path / "train", range(20))
     held_out = write_photographs(tmp_path / "held_out", range(16, 30))
-    splits = by_split(run_on(train, val_path=held_out, test_fraction=0.5))
+    splits = by_split(run_on(train, val_path=held_out))
     assert "fetch: 4 training images left out" in capsys.readouterr().out
     assert splits["train"] == [f"{number:03d}.jpg" for number in range(16)]
     assert len(splits["val"] + splits["test"]) == 14 and splits["val"] and splits["test"]
@@ -140,13 +140,6 @@ def test_too_few_images_to_judge_by_are_reported(run_on, tmp_path, capsys, count
     folder = run_on(write_photographs(tmp_path / "few", range(count)), val_fraction=0.2)
     assert len(names(folder, "test")) == tests
     assert (f"{tests} test images are too few" in capsys.readouterr().out) == (tests < 6)
-
-
-def test_without_test_images_those_for_validation_are_counted(run_on, tmp_path, capsys):
-    folder = run_on(write_photographs(tmp_path / "few", range(9)), test_fraction=0.0)
-    count = len(names(folder, "val"))
-    assert not names(folder, "test") and count < 6
-    assert f"{count} validation images are too few" in capsys.readouterr().out
 
 
 @pytest.fixture
