@@ -10,9 +10,11 @@ modules in this order:
 
     matcher, match_result    match two images, fit geometries, draw the matches.
     matches                  holds matches as indices and scores.
+    guided                   adds matches around those of the network.
+    scene                    accepts or rejects pairs of photographs of one place.
     features/                reads files to pixels, and finds keypoints with descriptors.
     network/                 has SuperGlue, optimal transport, ground truth and model files.
-    geometry/                fits two views, refines positions, verifies photographs of one place.
+    geometry/                fits two views, refines positions and tracks: arrays in, arrays out.
     apps/                    has the command line, folders of photographs, the page in the browser.
     interop/                 converts for COLMAP, hloc, OpenCV and LightGlue.
     onnx                     exports the network for ONNX Runtime.
