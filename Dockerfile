@@ -7,9 +7,8 @@
 #   docker build -t superglue-sift:modern --target modern .
 #   docker build -t superglue-match --target match .
 #
-# Base images stand here by digest, but for NVIDIA's, whose digest nobody publishes: `docker/pin.sh --write` asks the
-# registry and pins it. The torch wheels carry their own CUDA libraries, so that `--build-arg BASE_IMAGE=ubuntu:20.04`
-# works as well, should NVIDIA's tag be gone.
+# Base images stand here by digest, but for NVIDIA's, whose digest nobody publishes. The torch wheels carry their own CUDA
+# libraries, so that `--build-arg BASE_IMAGE=ubuntu:20.04` works as well, should NVIDIA's tag be gone.
 ARG BASE_IMAGE=nvidia/cuda:11.1.1-cudnn8-runtime-ubuntu20.04
 ARG MODERN_BASE_IMAGE=debian:bookworm-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251
 
@@ -20,8 +19,7 @@ ARG SOURCE_DATE_EPOCH=1767225600
 ENV DEBIAN_FRONTEND=noninteractive \
     PATH=/opt/venv/bin:$PATH
 
-RUN case "$MODERN_BASE_IMAGE" in *@sha256:?*) ;; *) echo "note: base image $MODERN_BASE_IMAGE without a digest" ;; esac \
-    && apt-get update \
+RUN apt-get update \
     && apt-get install -y --no-install-recommends python3.11 python3.11-venv tini \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
 
@@ -73,8 +71,7 @@ ARG TORCH_LOCK=docker/locks/torch-modern.lock
 ENV DEBIAN_FRONTEND=noninteractive \
     PATH=/opt/venv/bin:$PATH
 
-RUN case "$MODERN_BASE_IMAGE" in *@sha256:?*) ;; *) echo "note: base image $MODERN_BASE_IMAGE without a digest" ;; esac \
-    && apt-get update \
+RUN apt-get update \
     && apt-get install -y --no-install-recommends \
         ca-certificates git libgl1 libglib2.0-0 python3.11 python3.11-venv tini \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log \
@@ -133,8 +130,7 @@ ENV DEBIAN_FRONTEND=noninteractive \
 
 # NVIDIA changed the key of its apt repository in 2022, which breaks `apt-get update` on older copies of its images.
 # Nothing is installed from there.
-RUN case "$BASE_IMAGE" in *@sha256:?*) ;; *) echo "note: base image $BASE_IMAGE without a digest" ;; esac \
-    && rm -f /etc/apt/sources.list.d/cuda*.list /etc/apt/sources.list.d/nvidia-ml*.list \
+RUN rm -f /etc/apt/sources.list.d/cuda*.list /etc/apt/sources.list.d/nvidia-ml*.list \
     && apt-get update \
     && apt-get install -y --no-install-recommends \
         ca-certificates git libgl1 libglib2.0-0 python3-distutils python3.9 python3.9-venv tini \

@@ -3,7 +3,6 @@
 #   docker/build-in-chroot.sh STACK build        STACK: cu111, modern, match or mlflow
 #   docker/build-in-chroot.sh cu111|modern run WORKSPACE [COMMAND ...]     the entrypoint, as `docker run` would
 #   docker/build-in-chroot.sh match run PHOTOS [ARGUMENTS]                 the same, of `superglue-match`
-#   docker/build-in-chroot.sh cu111|modern test CLONE [PYTEST ARGUMENTS]   the tests of a clone, inside the image
 #   docker/build-in-chroot.sh STACK check        says why nothing can be built here; nothing, if it can
 #   docker/build-in-chroot.sh STACK built        exits with 0 when the image is there
 #   docker/build-in-chroot.sh STACK size         of the image above its base system, in MB
@@ -108,18 +107,6 @@ size() {
     done | awk '{size[NR] = $1 * ($2 == "GB" ? 1000 : 1)} END {print int(size[1] - size[2] + 0.5)}'
 }
 
-test_clone() {
-    local clone
-    clone=$(realpath "$1")
-    shift
-    container
-    bud run --user root --volume "$clone:/workspace" "$work" -- \
-        pip install --quiet --root-user-action=ignore --disable-pip-version-check --require-hashes --no-deps \
-        -r "requirements/$stack.lock" -r "requirements/$stack-dev.lock"
-    bud run --user "${RUN_USER:-1000:1000}" --env PYTHONPATH= --env OMP_NUM_THREADS=1 --env MLFLOW_TRACKING_URI= \
-        --volume "$clone:/workspace" "$work" -- python -m pytest -p no:cacheprovider "$@"
-}
-
 what=${1:-build}
 [ $# -eq 0 ] || shift
 reason=$(obstacle)
@@ -130,7 +117,6 @@ case $what in
     prune) bud rmi --prune >/dev/null 2>&1 || true ;;
     build) build ;;
     run) run "$@" ;;
-    test) test_clone "$@" ;;
     size) size ;;
-    *) echo "error: $what: build, run, test, check, built, size or prune" >&2 && exit 2 ;;
+    *) echo "error: $what: build, run, check, built, size or prune" >&2 && exit 2 ;;
 esac

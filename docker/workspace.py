@@ -59,15 +59,14 @@ def copy_project(workspace: Path) -> None:
 
 def require_same_code(workspace: Path) -> None:
     """Raise WrongRequest for a copy of the project of another image. A clone runs as it is."""
-    if (workspace / ".git").exists() or os.environ.get("KEEP_CODE"):
+    if (workspace / ".git").exists():
         return
     names = [name for name in CODE if (workspace / name).exists()]
     changed = [name for name in names if read_code(workspace / name) != read_code(HOME / name)]
     if changed:
-        fix = f"`rm -r {' '.join(changed)}` there, and the next run"
         raise WrongRequest(
-            f"{workspace} has the code of another image: {fix}"
-            " brings this image's; or add -e KEEP_CODE=1 to run what is there"
+            f"{workspace} has the code of another image: `rm -r {' '.join(changed)}` there, and the"
+            " next run brings this image's; or `git init` there, to run what is there"
         )
 
 

@@ -60,7 +60,7 @@ def test_the_file_is_the_same_in_another_clone_at_another_commit(work, monkeypat
     for name in ("dvc.yaml", "dvc.lock"):
         (clone / name).write_text("another")
     monkeypatch.chdir(clone)
-    for name, value in {"DVC_ROOT": str(clone), "WORLD_SIZE": "8", "IMAGE_DIGEST": "x"}.items():
+    for name, value in {"DVC_ROOT": str(clone), "WORLD_SIZE": "8", "IMAGE_STACK": "x"}.items():
         monkeypatch.setenv(name, value)
     run(work)
     assert read_files(work / "models") == first

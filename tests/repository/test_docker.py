@@ -24,18 +24,6 @@ def part(monkeypatch):
     return importlib.import_module
 
 
-def test_the_server_wants_its_password(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(DOCKER / "mlflow"))
-    serve = importlib.import_module("serve")
-    assert serve.store({}) == "sqlite:////data/mlflow.db"
-    with pytest.raises(SystemExit, match="2"):
-        serve.store({"POSTGRES_HOST": "postgres"}, tmp_path / "none")
-    (tmp_path / "password").write_text("a/b@c\n")
-    found = serve.store({"POSTGRES_HOST": "postgres"}, tmp_path / "password")
-    assert found == "postgresql://mlflow:a%2Fb%40c@postgres:5432/mlflow"
-    assert "a/b" not in " ".join(serve.command({}))
-
-
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
     return make_workspace(tmp_path, monkeypatch)
@@ -81,9 +69,6 @@ def test_an_empty_workspace_gets_the_project_and_no_image_runs_the_code_of_anoth
     for words in ([], ["match", "a.jpg", "b.jpg"], ["doctor"]):
         code, said = run(tmp_path, "entrypoint", *words)
         assert code == 2 and len(said.splitlines()) == 1 and "`rm -r pipeline`" in said
-    with monkeypatch.context() as patch:
-        patch.setenv("KEEP_CODE", "1")
-        workspace.require_same_code(tmp_path)
     shutil.rmtree(tmp_path / "pipeline")
     workspace.copy_project(tmp_path)
     workspace.require_same_code(tmp_path)
