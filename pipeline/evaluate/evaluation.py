@@ -259,7 +259,7 @@ def make_protocol(
     ours = matcher_set.evaluated
     models = {
         name: {
-            "sha256": network.weights_sha256,
+            "digest": network.digest(),
             "network": network.info["model"],
             "step": network.info.get("step"),
             "threshold": network.threshold,
