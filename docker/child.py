@@ -78,7 +78,7 @@ def find_trainer(root: int) -> psutil.Process:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Say whether a process still runs. A zombie does not."""
+    """Return whether a process still runs. A zombie does not."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -108,7 +108,7 @@ def lock_workspace(workspace: Path) -> TextIO:
 
 
 def is_used(rwlock: str) -> bool:
-    """Say whether DVC's own lock names a process of DVC that runs, which was started without ours.
+    """Return whether DVC's own lock names a running DVC, which was started without our lock.
 
     Args:
         rwlock: the content of DVC's lock.

@@ -185,7 +185,7 @@ class TrainParams(Section):
 
     @model_validator(mode="after")
     def _check_effects(self) -> TrainParams:
-        """Refuse values that another key makes useless: they train something else than is meant."""
+        """Reject values that another key makes useless: they train something else than is meant."""
         # The first key of each row has the second as its limit.
         for name, limit_name in (
             ("min_keypoints", "max_keypoints"),
@@ -242,7 +242,7 @@ class Params(Section):
                 f"train.max_keypoints = {used}: must be at most keypoints.max_keypoints ({stored}),"
                 " what a view stores"
             )
-        # Refuse ways of computing that would silently change the results.
+        # Reject `run` settings that would change the result.
         if self.run.checkpoint_layers and self.train.norm == "batch":
             raise ValueError(
                 "run.checkpoint_layers = true: needs train.norm: layer (running statistics would"

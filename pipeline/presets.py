@@ -107,7 +107,7 @@ def render_params(name: str, images: str = "", val_images: str = "", text: str =
     # Write the paths of the user's images and a digest of their content into the section `fetch`.
     from pipeline.fetch import dataset
 
-    # Unlike that of Path, this `expanduser` keeps a ~ if there is no home.
+    # `Path.expanduser` raises without a home.
     path, val_path = (
         name and str(Path(os.path.expanduser(name)).resolve()) for name in (images, val_images)
     )

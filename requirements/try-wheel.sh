@@ -33,8 +33,8 @@ superglue-match photos/a.png photos/b.png --out matches.png --json matches.json
 import json, pathlib, numpy
 
 H = numpy.array([[0.8, -0.15, 60], [0.12, 0.85, 10], [1e-4, 0, 1]])
-found = json.loads(pathlib.Path("matches.json").read_text())
-estimated = numpy.array(found["H_0to1"])
+result = json.loads(pathlib.Path("matches.json").read_text())
+estimated = numpy.array(result["H_0to1"])
 corners = numpy.array([[0, 0, 1], [599, 0, 1], [599, 399, 1], [0, 399, 1.0]]).T
 moved, true = estimated @ corners, H @ corners
 error = numpy.hypot(*(moved[:2] / moved[2] - true[:2] / true[2])).mean()
@@ -48,9 +48,9 @@ colmap=()
 if "$python" -c 'import pycolmap' 2>/dev/null; then
     colmap=(--colmap database.db)
 fi
-superglue-match folder photos --out-dir found ${colmap[@]+"${colmap[@]}"}
-[ -s found/pairs.csv ] && ! grep -F '\' found/pairs.csv
-[ -s found/a_b_matches.npz ]
+superglue-match folder photos --out-dir results ${colmap[@]+"${colmap[@]}"}
+[ -s results/pairs.csv ] && ! grep -F '\' results/pairs.csv
+[ -s results/a_b_matches.npz ]
 [ ${#colmap[@]} -eq 0 ] || [ -s database.db ]
 
 # A copy of what the tests import besides the wheel: in the clone, Python would find the files of the clone before

@@ -64,7 +64,7 @@ def photo():
 
 @pytest.fixture(scope="session")
 def color_photo():
-    """A real colour photograph, uint8 RGB (300, 451, 3), one that ships inside scikit-image."""
+    """A real color photograph, uint8 RGB (300, 451, 3), one that ships inside scikit-image."""
     from skimage import data
 
     return data.chelsea()
@@ -72,7 +72,7 @@ def color_photo():
 
 @pytest.fixture
 def image_folder(tmp_path, photo, color_photo):
-    """A folder of four readable images: JPEG, PNG and WebP, gray and colour, one of them nested."""
+    """A folder of four readable images: JPEG, PNG and WebP, gray and color, one of them nested."""
     import cv2
 
     folder = tmp_path / "images"

@@ -43,8 +43,9 @@ def make_workspace(tmp_path, monkeypatch):
         {shlex.quote(sys.executable)} -m pipeline.launch && echo ok
     """
     write_program(tmp_path / "bin/dvc", dvc)
-    own = Path(sys.executable).parent
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{own}:{os.environ['PATH']}")
+    monkeypatch.setenv(
+        "PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    )
     return folder
 
 
@@ -61,7 +62,7 @@ def start(workspace, program, *words):
 
 
 def run(workspace, program, *words):
-    """Run a file of docker/ in a workspace. Returns its exit code and what it said."""
+    """Run a file of docker/ in a workspace. Returns its exit code and output."""
     process = start(workspace, program, *words)
     out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out + err

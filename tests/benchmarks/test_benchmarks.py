@@ -40,8 +40,8 @@ def test_assignment_loss_and_gradient_equal_those_of_the_plain_network(norm):
     torch.testing.assert_close(plain_loss, loss, atol=1e-9, rtol=0)
     loss.backward()
     plain_loss.backward()
-    for own, theirs in zip(model.parameters(), other.parameters()):
-        torch.testing.assert_close(theirs.grad, own.grad, atol=1e-9, rtol=1e-7)
+    for weight, plain_weight in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(plain_weight.grad, weight.grad, atol=1e-9, rtol=1e-7)
 
 
 def test_the_interval_holds_the_ratio():
@@ -60,15 +60,15 @@ def test_views_by_dali_are_those_of_opencv(photo):
     files = [file] * (dali_views.BATCH + 3)
     load = dali_views.make_dali_loader(files, (160, 120), None)
     list(load())
-    found = list(load())  # the second epoch
-    assert [len(H) for _, _, H in found] == [dali_views.BATCH, 3]
-    views = [torch.cat([batch[place] for batch in found]).numpy() for place in (0, 1)]
+    batches = list(load())  # the second epoch
+    assert [len(H) for _, _, H in batches] == [dali_views.BATCH, 3]
+    views = [torch.cat([batch[place] for batch in batches]).numpy() for place in (0, 1)]
     for i, (view0, view1, H) in enumerate(dali_views.load_views_by_opencv(files, (160, 120))):
-        batch = found[i // dali_views.BATCH][2]
+        batch = batches[i // dali_views.BATCH][2]
         assert np.allclose(batch[i % dali_views.BATCH], H[0])
-        for own, theirs in zip(views, (view0, view1)):
+        for dali_view, opencv_view in zip(views, (view0, view1)):
             # other decoders and interpolations round otherwise; another view differs by tens
-            assert np.abs(own[i].astype(float) - theirs[0]).mean() < 3.0
+            assert np.abs(dali_view[i].astype(float) - opencv_view[0]).mean() < 3.0
 
 
 def test_a_match_is_judged_by_the_plane_that_fits_best():

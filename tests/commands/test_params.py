@@ -175,8 +175,8 @@ def test_evaluate_takes_what_it_does_not_say_from_views(tree, blur):
 
 
 def test_every_key_that_the_docs_name_exists():
-    known = {*SECTIONS, *keys_of(Params, "")}
-    names = {key.rpartition(".")[2] for key in known} | {"persist"}  # of dvc.yaml
+    known_keys = {*SECTIONS, *keys_of(Params, "")}
+    names = {key.rpartition(".")[2] for key in known_keys} | {"persist"}  # of dvc.yaml
     pages = [path for pattern in ("*.md", "docs/*.md", "deploy/*/*") for path in ROOT.glob(pattern)]
     pages.remove(ROOT / "CHANGELOG.md")  # of former keys
     section = rf"(?<![\w./])((?:{'|'.join(SECTIONS)})\.(?!yaml|sbatch)[a-z_][a-z_.]*\b)"
@@ -188,7 +188,7 @@ def test_every_key_that_the_docs_name_exists():
             tree = YAML(typ="safe", pure=True).load(block)
             full += [f"{name}.{key}" for name, keys in tree.items() for key in keys]
         short = re.findall(r"`([a-z_]+): [^`\n]*`", text)
-        unknown = {*full} - known | {*short} - names
+        unknown = {*full} - known_keys | {*short} - names
         assert not unknown, f"{page.name}: {unknown}"
         seen += len(full) + len(short)
     assert seen > 30

@@ -50,8 +50,8 @@ def test_every_preset_is_written_whole_and_explained(name, target, use, image_fo
     sample = (ROOT / "presets/sample.yaml").read_text()
     assert keys == list(flatten(read_yaml(ROOT / "presets/sample.yaml")))
     comments, explained = (
-        [line for line in each.splitlines() if line.lstrip().startswith("#")]
-        for each in (sample.partition("\n\n")[2], text.partition("\n\n")[2])
+        [line for line in lines.splitlines() if line.lstrip().startswith("#")]
+        for lines in (sample.partition("\n\n")[2], text.partition("\n\n")[2])
     )
     assert explained == comments
     # so `dvc exp run -S` changes one line of params.yaml
@@ -67,12 +67,12 @@ def test_every_preset_is_written_whole_and_explained(name, target, use, image_fo
 @pytest.mark.parametrize("name", OFFERED)
 def test_a_preset_has_its_own_values_and_those_of_the_sample(name):
     """A file has no value that is the same in `sample`, so it shows what is special about it."""
-    own = flatten(read_yaml(ROOT / f"presets/{name}.yaml"))
+    values = flatten(read_yaml(ROOT / f"presets/{name}.yaml"))
     sample = flatten(read_yaml(ROOT / "presets/sample.yaml"))
     written = flatten(YAML(typ="safe", pure=True).load(presets.read_preset(name)))
-    assert written == {**sample, **own}
+    assert written == {**sample, **values}
     if name != "sample":
-        assert [key for key, value in own.items() if sample.get(key, ...) == value] == []
+        assert [key for key, value in values.items() if sample.get(key, ...) == value] == []
 
 
 def test_own_images_are_written_as_absolute_paths(target, use, tmp_path, image_folder, monkeypatch):

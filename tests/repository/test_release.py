@@ -23,8 +23,8 @@ def requirements_of(section):
     """The requirements in one list of pyproject.toml, by name."""
     text = (ROOT / "pyproject.toml").read_text()
     entries = re.search(rf"^{section} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL).group(1)
-    found = [Requirement(entry) for entry in re.findall(r'"([^"]+)"', entries)]
-    return {requirement.name: requirement for requirement in found}
+    requirements = [Requirement(entry) for entry in re.findall(r'"([^"]+)"', entries)]
+    return {requirement.name: requirement for requirement in requirements}
 
 
 def test_version_and_date_are_those_of_citation_and_changelog():
