@@ -77,7 +77,8 @@ def draw_line_chart(
         colors: the color of each matcher, from `assign_colors`.
         x_label, y_label: the labels of the axes.
         diagonal: whether to add a dashed diagonal.
-        points: a point (x, y) that is marked on the line of a matcher.
+        points: a point (x, y) that is marked on the line of each matcher. The chart then also has
+            a legend, so that it can stand alone.
     """
     with matplotlib.rc_context(STYLE):
         # pyplot would open a window, and would keep each figure in memory.
@@ -90,9 +91,12 @@ def draw_line_chart(
         for name in sorted(lines, key=lambda matcher: matcher == OURS):
             width = 2.6 if name == OURS else 1.4
             line = lines[name]
-            axes.plot(line.index, line.to_numpy(), color=colors[name], linewidth=width)
+            label = get_title(name)
+            axes.plot(line.index, line.to_numpy(), color=colors[name], linewidth=width, label=label)
             if points:
                 axes.plot(*points[name], marker="o", color=colors[name], markersize=8)
+        if points:
+            axes.legend(loc="lower center", frameon=False)
         axes.set(xlabel=x_label, ylabel=y_label, ylim=(0, 1.02))
         # The SVG has no date, so equal charts give equal bytes.
         svg = io.BytesIO()

@@ -430,7 +430,10 @@ def render_page(results: Results, precision_recall: bytes, curves: Optional[Path
     lead = get_leading_estimator(results.table)
     # The leading estimator comes first, with detected and refined matches. The others follow.
     error_charts = charts.draw_error_charts(results.table, colors)
-    caption = "Precision over recall; the point is the threshold of all other metrics"
+    caption = (
+        "Precision over recall. The point is the threshold of all other metrics. At the left, most"
+        " pairs have no match, and their precision is 0."
+    )
     first_charts = [(charts.make_image(precision_recall, "precision over recall"), caption)]
     first_charts += [chart for (name, _), chart in error_charts.items() if name == lead]
     if not has_pose_errors(results.table):
