@@ -43,11 +43,8 @@ def list_next_steps() -> List[str]:
     where = f"({port}all runs, curves and models at http://127.0.0.1:5000)"
     lines.append(f"  runs      {spell_command('ui')}  {where}")
     if MODEL.exists():
-        match = (
-            spell_command("match")
-            if is_in_container_image()
-            else ".venv/bin/python -m superglue_sift"
-        )
+        program = ".venv/bin/superglue-match"
+        match = spell_command("match") if is_in_container_image() else program
         lines.append(f"  use it    {match} A.jpg B.jpg --model {MODEL}")
     return lines
 
