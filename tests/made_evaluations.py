@@ -96,7 +96,7 @@ def make_results(errors_of_ours, errors_of_others, further=(), models=None, **ch
         metrics.compute_calibration([NOTHING]),
         pd.concat({OURS: metrics.compute_precision_recall_curve([NOTHING])}, names=["matcher"]),
     )
-    model = {"file": "m.safetensors", "sha256": "0123456789", "step": 7}
+    model = {"file": "m.safetensors", "digest": "0123456789", "step": 7}
     known = {name: {**model, **(models or {}).get(name, {})} for name in networks}
     given = {"protocol": {"models": known}, **changes}
     return report.Results("made <b>", "photographs", table, values, *frames, **given)
