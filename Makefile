@@ -131,7 +131,7 @@ report: $(SETUP)  ## the table of the last evaluation; opens its page
 COMPILE := uv pip compile --quiet --generate-hashes --python-platform x86_64-manylinux_2_31 --no-emit-index-url \
 	--no-emit-find-links --no-emit-package torch --no-emit-package torchvision --custom-compile-command "make lock" \
 	$(if $(UV_FIND_LINKS),,--torch-backend cpu) $(OPTIONS)
-lock:
+lock: $(SETUP)
 	@$(COMPILE) --python-version 3.11 requirements/same.in -o requirements/modern.lock
 	@$(COMPILE) --python-version 3.11 -c requirements/modern.lock requirements/dev.in requirements/extras.in \
 		-o requirements/modern-dev.lock
