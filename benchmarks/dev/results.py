@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import io
 import json
 import os
 import platform
@@ -468,10 +469,14 @@ def collections(bench: Bench) -> str:
 
 
 def places(bench: Bench) -> str:
-    """The weights that decide whether two photographs show one place, learned again."""
+    """How often one place or two are taken for the other, by weights that are learned again."""
     photographs = bench.find("coco/val"), bench.find("coco/train")
     folder = bench.run("places", "benchmarks.dev.verification", *photographs)
-    return "```\n" + (folder / "printed").read_text().rstrip() + "\n```"
+    # The last block counts the places from which nothing was learned.
+    block = (folder / "printed").read_text().rstrip().split("\n\n")[-1]
+    table = pd.read_csv(io.StringIO(block), sep=r"\s{2,}", engine="python", index_col=0)
+    shown = [name for name in table if name.split()[-1] in ("pairs", "right", "0.5", "0.9", "0.98")]
+    return to_markdown(table[shown].rename_axis(index=None, columns=""))
 
 
 def sample(bench: Bench) -> str:

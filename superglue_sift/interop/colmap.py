@@ -208,15 +208,17 @@ def refine_keypoints(
         (result, store.with_pixels(photo0), store.with_pixels(photo1))
         for photo0, photo1, result in pairs
     )
-    results = store.matcher.refine_batch(matched_pairs)
-    shown = Progress(results, total=len(pairs), desc="refining", unit="pairs")
-    refined_pairs = (
-        (numbers[photo0], numbers[photo1], result.matches, result.refined1, result.deviations)
-        for result, (photo0, photo1, _) in zip(shown, pairs)
-        if result.deviations is not None
-    )
     factors = [_limit_factor(store(photo).image_size) for photo in numbers]
-    return dict(zip(numbers, refine_tracks(list(keypoints.values()), refined_pairs, factors)))
+    # After Ctrl-C, the closed generator starts no further pair.
+    with contextlib.closing(store.matcher.refine_batch(matched_pairs)) as results:
+        shown = Progress(results, total=len(pairs), desc="refining", unit="pairs")
+        refined_pairs = (
+            (numbers[photo0], numbers[photo1], result.matches, result.refined1, result.deviations)
+            for result, (photo0, photo1, _) in zip(shown, pairs)
+            if result.deviations is not None
+        )
+        refined = refine_tracks(list(keypoints.values()), refined_pairs, factors)
+    return dict(zip(numbers, refined))
 
 
 def _limit_factor(size: two_view.Size) -> float:
