@@ -306,7 +306,7 @@ def test_keypoints_of_photographs_of_different_sizes_are_refined_alike():
     class Store:
         """Features without pixels: the result is refined already."""
 
-        matcher = SimpleNamespace(refine_batch=lambda items: [item[0] for item in items])
+        matcher = SimpleNamespace(refine_batch=lambda items: (item[0] for item in items))
 
         def __call__(self, photo):
             return features_at(keypoints[photo], sizes[photo])
