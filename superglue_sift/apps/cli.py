@@ -207,8 +207,8 @@ def serve_page(args: argparse.Namespace) -> int:
 def load_matcher(args: argparse.Namespace) -> Matcher:
     """Load the matcher by the options of a command. An option that is None has its default."""
     settings: Dict[str, Any] = {name: getattr(args, name, None) for name in SETTINGS}
-    given = {name: value for name, value in settings.items() if value is not None}
-    return Matcher.load(args.model, **given)
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return Matcher.load(args.model, **settings)
 
 
 def find_common_folder(paths: Sequence[FileName]) -> Path:

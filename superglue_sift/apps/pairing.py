@@ -2,7 +2,7 @@
 
 Photographs that look alike are found by VLAD of their SIFT descriptors (Jegou et al. 2010). The
 vocabulary comes from OpenCV's k-means of RootSIFT of all images. The vector of an image sums the
-offsets of its descriptors from their words. It is normalised by word and as a whole (Arandjelovic
+offsets of its descriptors from their words. It is normalized by word and as a whole (Arandjelovic
 and Zisserman 2013), and images are compared by cosine.
 """
 
@@ -29,10 +29,10 @@ from superglue_sift.matcher import split_batches
 PICTURE_ENDING = "matches.jpg"  # ending of pictures of matches, which are no photographs
 MAX_EXHAUSTIVE = 200  # all pairs of so many images, 19,900, are matched by default
 IMAGES_PER_BLOCK = 16  # half of the images whose pixels stay in memory
-DEFAULT_NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default number of others for each image
+DEFAULT_NEIGHBORS = {"sequential": 5, "nearest": 20}  # default number of others for each image
 AUTO = "auto"
 EXHAUSTIVE = "exhaustive"
-PAIRINGS = (AUTO, EXHAUSTIVE, *DEFAULT_NEIGHBOURS)
+PAIRINGS = (AUTO, EXHAUSTIVE, *DEFAULT_NEIGHBORS)
 VOCABULARY_SIZE = 64  # words
 SAMPLED_DESCRIPTORS = 20_000  # for the vocabulary, equally many of each image
 
@@ -150,7 +150,7 @@ def _parse_names(line: str) -> List[str]:
     return words[:2] if re.fullmatch(r"[-+.\de ]*", " ".join(words[2:])) else words
 
 
-# --- pairs that are chosen
+# --- all pairs, or some for each photograph
 
 
 def choose_pairs(
@@ -168,13 +168,13 @@ def choose_pairs(
         pairing: "exhaustive" for all pairs, "sequential" or "nearest" for each photograph with the
             `k` before it or with the `k` most similar ones, or "auto" (`resolve_pairing`).
         k: number of photographs that each is paired with. If None, it is that of
-            DEFAULT_NEIGHBOURS.
+            DEFAULT_NEIGHBORS.
     """
     count = len(photos)
     pairing = resolve_pairing(pairing, k, count)
     if pairing == EXHAUSTIVE:
         return make_exhaustive_pairs(photos)
-    k = k or DEFAULT_NEIGHBOURS[pairing]
+    k = k or DEFAULT_NEIGHBORS[pairing]
     if pairing == "sequential":
         indices = [(i, j) for j in range(count) for i in range(max(0, j - k), j)]
     else:
@@ -262,7 +262,7 @@ def make_vocabulary(samples: Sequence[np.ndarray]) -> np.ndarray:
     descriptors = np.concatenate(samples)
     if len(descriptors) <= VOCABULARY_SIZE:
         return descriptors
-    # k-means begins with random centres, which are the same in each run.
+    # k-means begins with random centers, which are the same in each run.
     cv2.setRNGSeed(0)
     criteria = (cv2.TERM_CRITERIA_EPS + cv2.TERM_CRITERIA_MAX_ITER, 30, 1e-4)
     no_labels: Any = None

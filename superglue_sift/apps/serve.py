@@ -128,7 +128,7 @@ def make_app(matcher: Matcher) -> Any:
 
 
 def _extract_upload(matcher: Matcher, data: bytes, name: str) -> Features:
-    """Extract features of an image, and add its pixels in colour.
+    """Extract features of an image, and add its pixels in color.
 
     Args:
         matcher: the matcher.

@@ -44,7 +44,7 @@ def page(browser, address):
     opened = browser.new_page(viewport={"width": 1280, "height": 900})
     opened.errors = []
     opened.on("pageerror", lambda error: opened.errors.append(str(error)))
-    opened.on("console", lambda said: opened.errors.append(said.text))
+    opened.on("console", lambda message: opened.errors.append(message.text))
     opened.goto(address)
     yield opened
     opened.close()
@@ -70,17 +70,17 @@ def test_two_images_are_matched_step_by_step(page, files, untrained):
     page.evaluate(
         """() => {
         window.steps = [];
-        new MutationObserver(() => steps.push(at("said").textContent)).observe(
-            at("said"), {childList: true});
+        new MutationObserver(() => steps.push(at("status").textContent)).observe(
+            at("status"), {childList: true});
         }"""
     )
     choose(page, files)
     steps = page.evaluate("steps")
     assert "Matching ..." in steps and "Finding keypoints in the first image ..." in steps
-    assert "matches fit one camera motion" in page.inner_text("#said")
+    assert "matches fit one camera motion" in page.inner_text("#status")
     assert page.inner_text("#value") == f"{untrained.threshold:.2f}"
     assert f"The model's own is {untrained.threshold:.2f}" in page.inner_text("#result")
-    assert page.inner_text("#caption").startswith("The colour of a match is its place")
+    assert page.inner_text("#caption").startswith("The color of a match is its place")
     expect(page.locator("#picture")).to_have_js_property("complete", True)
     assert page.evaluate("at('picture').naturalWidth") == 600 + 8 + 600
     assert page.is_hidden("#bar") and page.errors == []
@@ -89,17 +89,19 @@ def test_two_images_are_matched_step_by_step(page, files, untrained):
     assert download.value.suggested_filename == "matches.npz"
 
 
-def test_the_threshold_and_the_model_s_own(page, files, untrained):
+def test_the_threshold_changes_the_matches_and_is_reset_to_that_of_the_model(
+    page, files, untrained
+):
     choose(page, files)
-    said = page.locator("#said")
-    before = said.inner_text()
+    status = page.locator("#status")
+    before = status.inner_text()
     page.locator("#threshold").fill("0.3")
     page.locator("#threshold").dispatch_event("change")
-    expect(said).not_to_have_text(before, use_inner_text=True)
-    expect(said).to_contain_text("fit one camera motion", timeout=60_000)
+    expect(status).not_to_have_text(before, use_inner_text=True)
+    expect(status).to_contain_text("fit one camera motion", timeout=60_000)
     assert page.inner_text("#value") == "0.30"
-    page.click("#own")
-    expect(said).to_have_text(before, use_inner_text=True, timeout=60_000)
+    page.click("#reset")
+    expect(status).to_have_text(before, use_inner_text=True, timeout=60_000)
     assert page.inner_text("#value") == f"{untrained.threshold:.2f}"
 
 
@@ -114,7 +116,7 @@ def test_a_click_enlarges_the_picture_and_nothing_is_wider_than_a_phone(page, fi
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_a_file_that_is_no_image_is_said(page, files):
+def test_a_file_that_is_no_image_is_named(page, files):
     choose(page, files, "bad.png")
     assert page.inner_text("#error").startswith("second image: ")
     assert page.is_hidden("#bar") and page.is_hidden("#result")

@@ -65,12 +65,12 @@ def test_two_images_give_the_steps_and_the_files_of_the_command(client, untraine
     assert lines_of(post(client, *views))[-1]["threshold"] == untrained.threshold
 
 
-def test_a_bad_image_is_one_line(client, views):
+def test_a_bad_image_is_named(client, views):
     for files, name in (((b"", views[0]), "first"), ((views[0], b"<svg/>"), "second")):
         assert lines_of(post(client, *files))[-1]["error"].startswith(f"{name} image: ")
 
 
-def test_what_is_refused(client, untrained, views):
+def test_large_incomplete_and_foreign_requests_are_refused(client, untrained, views):
     assert post(client, bytes(serve.MAX_REQUEST_BYTES), b"").status_code == 413
     assert post(client, views[0]).status_code == 400  # one image
     assert post(client, *views, headers={"Origin": "http://evil.example"}).status_code == 403
@@ -82,16 +82,18 @@ def test_what_is_refused(client, untrained, views):
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
 
 
-def test_it_listens_on_this_machine_alone_on_any_port_that_is_free(untrained, capfd):
+def test_the_server_takes_a_free_port_of_this_machine_alone(untrained, capfd):
     with socket.socket() as other:
         other.bind((serve.HOST, 0))
         other.listen()
         taken = other.getsockname()[1]
         with mock.patch.object(serve, "PORT", taken):
             threading.Thread(target=serve.serve_page, args=(untrained,), daemon=True).start()
-            said = []
-            wait_until(lambda: said.append(capfd.readouterr().out) or "http" in "".join(said), 10)
-    port = int(re.search(r"http://127.0.0.1:(\d+)", "".join(said)).group(1))
+            outputs = []
+            wait_until(
+                lambda: outputs.append(capfd.readouterr().out) or "http" in "".join(outputs), 10
+            )
+    port = int(re.search(r"http://127.0.0.1:(\d+)", "".join(outputs)).group(1))
     assert port != taken
     for host, answers in ((serve.HOST, True), ("127.0.0.2", False)):
         with socket.socket() as probe:
