@@ -17,8 +17,10 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Deque, Generator, Iterable, Iterator, Optional, TypeVar
 
-# Signals that containers, Ctrl-C, and SLURM before preemption send
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Signals that containers, Ctrl-C, SLURM before preemption, and a closed terminal send
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # As under `nohup`
+    STOP_SIGNALS.remove(signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # The number of the option in linux/prctl.h
 
 Result = TypeVar("Result")
@@ -29,7 +31,8 @@ def yield_in_order(
 ) -> Generator[Result, None, None]:
     """Yield the result of each item, in the order of the items.
 
-    Closing the iterator cancels the work that has not started.
+    Closing the generator cancels the work that has not started. Close it where it is used: a Ctrl-C
+    that arrives while Python deletes a generator is lost.
 
     Args:
         submit: starts the work on an item, as `Executor.submit` does.
@@ -49,7 +52,7 @@ def yield_in_order(
         while waiting:
             yield waiting.popleft().result()
     finally:
-        # The caller has closed the iterator, or an item has failed.
+        # The caller has closed the generator, or an item has failed.
         for future in waiting:
             future.cancel()
 
@@ -59,7 +62,8 @@ def prefetch(
 ) -> Generator[Result, None, None]:
     """Yield `make(item)` for each item, in the order of the items, computed by threads in advance.
 
-    Closing the iterator ends the threads, when each has finished the item that it works on.
+    Closing the generator (`contextlib.closing`) ends the threads, when each has finished the item
+    that it works on.
 
     Args:
         make: computes the result of an item.
@@ -102,7 +106,7 @@ def end_with_dvc() -> None:
 def block_signals() -> Iterator[None]:
     """Block STOP_SIGNALS in this context, also in processes that start here.
 
-    Such a process unblocks them by `ignore_signals`.
+    Such a process unblocks them by `ignore_signals` or `defer_signals`.
     """
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -151,7 +155,7 @@ class Stop:
 def defer_signals() -> Iterator[Stop]:
     """Let STOP_SIGNALS only make a request to stop in this context, and yield this request.
 
-    The handlers of the signals are restored afterwards.
+    This includes signals that came while they were blocked. The handlers are restored afterwards.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -160,6 +164,7 @@ def defer_signals() -> Iterator[Stop]:
     previous_handlers = {
         signal_number: signal.signal(signal_number, stop._request) for signal_number in STOP_SIGNALS
     }
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         yield stop
     finally:

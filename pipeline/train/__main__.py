@@ -12,12 +12,15 @@ same weights.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
-from pipeline import params
+from pipeline import params, workers
 from superglue_sift import environment
 
 if __name__ == "__main__":
+    # A signal waits until the training can save a checkpoint.
+    signal.pthread_sigmask(signal.SIG_BLOCK, workers.STOP_SIGNALS)
     # These settings must come before torch is loaded.
     environment.wait_passively()
     if params.is_portable(sys.argv[1:]):

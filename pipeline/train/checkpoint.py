@@ -531,9 +531,9 @@ def load_to_continue(folder: Path, fingerprint: Info) -> Saved:
             f" {fingerprint.get(forbidden[0])}; only"
             f" train.{', '.join(SCHEDULE)} and the validation may differ"
         )
-    if info["step"] >= fingerprint["train.steps"]:
+    if info["step"] > fingerprint["train.steps"]:
         raise RequestError(
-            f"--continue {folder}: it has {info['step']} steps; raise train.steps above them"
+            f"--continue {folder}: it has {info['step']} steps; set train.steps to them, or above"
         )
     # The average can begin with the weights of the checkpoint. Earlier weights are gone.
     first_step = compute_first_averaged_step(fingerprint)

@@ -510,33 +510,32 @@ class Training:
         state = self.state
         train = self.train
         save_every = self.run_params.save_every or train.val_every
-        steps = range(state.step, train.steps)
-        with contextlib.closing(self.batches.prefetch(steps)) as loader:
-            if state.step == 0:  # The curve begins at the initial weights
-                checkpoint.align_and_check_replicas(state, self.context.is_main, self.same_devices)
-                self._validate_and_keep_best()
-            waiting = time.perf_counter()
-            for micro_batches in loader:
-                self._step(micro_batches, time.perf_counter() - waiting)
+        start = state.step
+        # A checkpoint may have the point of its step already.
+        validated_step = max((row["step"] for row in self.logger.curves.get("val", [])), default=-1)
+        with contextlib.closing(self.batches.prefetch(range(start, train.steps))) as loader:
+            while True:
                 is_last = state.step == train.steps
                 stops = distributed.is_true_on_any_rank(self.stop.requested)
+                # The curve begins at the initial weights.
                 validates = is_last or state.step % train.val_every == 0
-                saves = is_last or stops or state.step % save_every == 0
+                validates &= state.step > validated_step
+                saves = is_last or stops or (state.step % save_every == 0 and state.step > start)
                 if validates or saves:
                     checkpoint.align_and_check_replicas(
                         state, self.context.is_main, self.same_devices
                     )
-
                 # The validation comes first, so that the checkpoint has its F1.
                 if validates:
                     self._validate_and_keep_best()
-
+                    validated_step = state.step
                 if saves:
                     self._save_checkpoint()
-                if stops and not is_last:
-                    return False
+                if is_last or stops:
+                    return is_last
                 waiting = time.perf_counter()
-        return True
+                micro_batches = next(loader)
+                self._step(micro_batches, time.perf_counter() - waiting)
 
     # --- step
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from reading import read_yaml
 from waiting import ended, wait_until
@@ -63,14 +64,36 @@ def wait_for_a_step(bench, process):
     assert has_point(), process.communicate()[0]
 
 
-def test_sigterm_leaves_a_checkpoint_and_143(bench):
-    keys = (("steps", 100000), ("val_every", 1000), ("save_every", 1000))
-    process = launcher(bench.training("run", keys))
+LONG = (("steps", 100000), ("val_every", 1000), ("save_every", 1000))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_a_checkpoint_and_143(bench, number):
+    """A closed terminal sends SIGHUP, also twice, and the end of DVC sends SIGTERM."""
+    process = launcher(bench.training("run", LONG))
     wait_for_a_step(bench, process)
+    process.send_signal(number)
     process.send_signal(signal.SIGTERM)
     code, out = end(process)
     assert code == 143 and "Traceback" not in out, out
     assert len(list((bench.folder / "run").glob("*/step-*.safetensors"))) == 1
+
+
+def test_nohup_keeps_a_training_when_the_terminal_is_closed(bench):
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As `nohup` does
+    try:
+        process = launcher(bench.training("run", LONG))
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    wait_for_a_step(bench, process)
+    ranks = [child.pid for child in psutil.Process(process.pid).children()]
+    for pid in (process.pid, *ranks):
+        os.kill(pid, signal.SIGHUP)
+    log = bench.folder / "run-r/log.jsonl"
+    points = log.read_text().count("train/loss")
+    wait_until(lambda: log.read_text().count("train/loss") > points + 5, PATIENCE)
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 143
 
 
 def test_a_killed_rank_is_started_again(bench):

@@ -17,7 +17,7 @@ from superglue_sift import environment
         ({}, ["--out", __file__], "test_requests.py: cannot be written"),
         ({}, ["--reports", __file__], "test_requests.py: cannot be written"),
         ({"lr": 0.002, "dim": 32}, ["--continue", "run"], "train.dim: 16, not 32"),
-        ({"steps": 5}, ["--continue", "run"], "it has 6 steps; raise train.steps"),
+        ({"steps": 5}, ["--continue", "run"], "it has 6 steps; set train.steps"),
         ({"steps": 7, "average": 3}, ["--continue", "run"], "average = 3 needs weights"),
         ({"steps": 7}, ["--continue", "none"], "there is no checkpoint"),
     ],

@@ -212,6 +212,23 @@ class TestWhatMayChange:
         names = [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()]
         assert about_best(tmp_path)["training"] in names and len(names) == 2
 
+    def test_a_stopped_training_is_finished_at_its_step(
+        self, tmp_path, request_of, output_of, monkeypatch
+    ):
+        saved = interrupt(request_of("run"), monkeypatch)
+        stopped = home(tmp_path / "run")
+        output_of("run", "--continue", str(stopped), steps=4)
+        curve = (tmp_path / "run-reports/curves/validation.csv").read_text().splitlines()
+        assert [row.partition(",")[0] for row in curve[1:]] == ["0", "3", "4"]
+        assert read_json(tmp_path / "run-reports/metrics.json")["step"] == 4
+        best = about_best(tmp_path)
+        assert best["finished"] and best["train"]["steps"] == 4
+        finished = load_model_file(
+            tmp_path / "run" / best["training"] / "step-00000004.safetensors"
+        )
+        assert finished[0]["model.dustbin"].numpy().tobytes() == saved["model.dustbin"]
+        assert "nothing to do" in output_of("run", steps=4)
+
     @pytest.mark.parametrize("steps", [8, 9])
     def test_a_continued_training_averages_its_own_last_steps(
         self, tmp_path, request_of, monkeypatch, steps
