@@ -39,8 +39,6 @@ VARIABLES = {
     # A restarted rank must not read a dead peer's address from a shared store: it would hang
     # (pytorch#135712).
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    # Option --signals-to-handle of torchrun, which would also handle SIGHUP, also under `nohup`.
-    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",
     # Seconds that a rank has to save after SIGTERM (with torch 1.10 always 30).
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90",
     # A rank that waits for a dead one must fail. The name changed with torch 2.2.
@@ -177,9 +175,8 @@ def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
         os.environ.setdefault(name, str(value))
     wait_passively()
 
-    # Torchrun passes SIGTERM and SIGINT on to the ranks.
-    for signal_number in {signal.SIGUSR1, signal.SIGHUP} & {*workers.STOP_SIGNALS}:
-        signal.signal(signal_number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    # Torchrun passes SIGTERM, SIGINT and SIGHUP on to the ranks.
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
     restarts = read_environment_number("SG_MAX_RESTARTS", 3)
     for attempt in range(restarts + 1 if is_one_node() else 1):

@@ -15,15 +15,24 @@ import sys
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Callable, Deque, Generator, Iterable, Iterator, Optional, TypeVar
+from typing import Any, Callable, Deque, Generator, Iterable, Iterator, List, Optional, TypeVar
 
-# Signals that containers, Ctrl-C, SLURM before preemption, and a closed terminal send
-STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # As under `nohup`
-    STOP_SIGNALS.remove(signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # The number of the option in linux/prctl.h
 
 Result = TypeVar("Result")
+
+
+def _list_stop_signals() -> List[signal.Signals]:
+    """Return the signals that stop a training, without SIGHUP under `nohup`, which ignores it."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # Torchrun would handle it all the same, so block it here, and thereby in the ranks.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    stop_signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
+    return sorted(stop_signals - signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+# Signals that containers, Ctrl-C, SLURM before preemption, and a closed terminal send
+STOP_SIGNALS = _list_stop_signals()
 
 
 def yield_in_order(
