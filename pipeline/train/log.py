@@ -257,7 +257,9 @@ class TrainingLogger:
         info = saved[1] if saved else {}
         self.curves: Curves = unpack_curves(*saved) if saved else {}
         self.speed: Rows = []
-        self.sums: Metrics = dict(info.get("log_window", {})) if context.is_main else {}
+        # Ranks add their sums, so the others begin at 0.
+        window = info.get("log_window", {})
+        self.sums: Metrics = window if context.is_main else dict.fromkeys(window, 0.0)
         self._restart_clock()
         data = params.name_data(sections.fetch)
         preset = params.read_preset_name(args.params)

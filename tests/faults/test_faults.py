@@ -73,6 +73,21 @@ def test_two_ranks_that_stop_between_two_points_have_the_curve_of_one_process(be
 
 
 @SLOW
+def test_two_ranks_that_stopped_between_two_points_finish_at_their_step(bench):
+    """All ranks exchange the sums of the point that the stop has begun."""
+    folder = bench.folder / "early"
+    folder.mkdir()
+    out = ["--out", f"{folder}/checkpoints", "--reports", f"{folder}/reports"]
+    log = folder / "log"
+    words = [*bench.arguments(), *out]
+    assert wait(start(2, train.main, words, log, SG_FAULT="usr1:step=4")) == [143, 143]
+    (stopped,) = (path.parent for path in folder.glob("checkpoints/*/step-00000005.safetensors"))
+    words = [*bench.arguments((("steps", 5),)), *out, "--continue", str(stopped)]
+    assert wait(start(2, train.main, words, log)) == [0, 0]
+    assert read_json(folder / "reports/metrics.json")["step"] == 5
+
+
+@SLOW
 def test_a_signal_after_the_last_step_also_ends_the_pipeline(bench):
     """DVC starts the next stage when this one returns 0."""
     assert carry_out(bench, 2, "int:rank=0,step=7,phase=eval") == [[143, 0], [0, 0]]
