@@ -173,6 +173,8 @@ def match_database(args: argparse.Namespace) -> int:
         print(f"{args.database}: {counts}, {len(new_pairs)} of them without matches")
         if len(new_pairs) < len(pairs):
             print("matches that the database has are kept, whatever they were made from")
+        for name, reason in database.left_out.items():
+            print(f"left out: {name}: {reason}", file=sys.stderr)
         matcher = matcher.use_one_core_per_pair()
         # The database has no pixels, so positions cannot be refined.
         to_match = [] if args.dry_run else new_pairs
@@ -191,8 +193,8 @@ def match_database(args: argparse.Namespace) -> int:
     else:
         print("nothing is written")
     if database.left_out:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in database.left_out.items())
-        raise WorkError(f"{args.database}: images are left out: {reasons}")
+        names = ", ".join(database.left_out)
+        raise WorkError(f"{args.database}: {len(database.left_out)} images are left out: {names}")
     return 0
 
 
@@ -231,7 +233,10 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", dest="command", metavar=names, required=True)
 
     def add_parser(name: str, run: Any, about: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=about, description=f"Match {about}.")
+        # An abbreviated --out would be --out-dir.
+        command = commands.add_parser(
+            name, help=about, description=f"Match {about}.", allow_abbrev=False
+        )
         command.set_defaults(run=run)
         return command
 

@@ -281,8 +281,10 @@ class DatabaseFeatures:
             except RequestError as error:
                 self.left_out[name] = str(error)
         if not self.photos:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
-            raise RequestError(f"{path}: no image has SIFT features: {reasons or EXTRACT_FIRST}")
+            reasons = [f"{name}: {reason}" for name, reason in self.left_out.items()]
+            raise RequestError(
+                f"{path}: no image has SIFT features: {[*reasons, EXTRACT_FIRST][0]}"
+            )
 
     def __enter__(self) -> DatabaseFeatures:
         return self

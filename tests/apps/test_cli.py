@@ -129,6 +129,7 @@ def test_black_pixels_of_a_mask_give_no_keypoint(work, words):
         ("a.png b.png c.png", "c.png"),
         ("photos", "--out-dir"),
         ("serve --frame stored", "--frame"),
+        ("a.png b.png --out-dir x --out m.png", "--out"),
         ("a.png b.jpg --resize big", "--resize"),
         ("folder photos --out-dir x --camera-per lens", "--camera-per"),
         # Settings
