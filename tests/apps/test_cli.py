@@ -157,7 +157,7 @@ def test_black_pixels_of_a_mask_give_no_keypoint(work, words):
     ],
 )
 def test_wrong_requests_are_one_line_that_names_the_file_or_option(work, capfd, words, name):
-    if "--colmap" in words:
+    if "--colmap" in words or "database" in words:
         pytest.importorskip("pycolmap")
     assert run(words) == 2
     assert name in read_error(capfd) and not list(work.glob("x/*.npz"))
