@@ -12,6 +12,7 @@ sent later, once, from these files:
 from __future__ import annotations
 
 import csv
+import itertools
 import logging
 import os
 import re
@@ -159,8 +160,8 @@ class Run:
         self._curves: Sequence[Tuple[str, Rows]] = ()
         self._run_id = ""
         self._first_item = 0  # First item of the record that the server lacks
-        # Last step of each metric that the server has; None if it must be asked
-        self._sent_steps: Optional[Dict[str, int]] = None
+        self._client: Any = None  # None until the server has told the last steps
+        self._sent_steps: Dict[str, int] = {}  # Last step of each metric that the server has
         self._error: Optional[Exception] = None
         self._changed = threading.Event()
         self._closing = threading.Event()
@@ -257,14 +258,15 @@ class Run:
     def _send_until_closed(self) -> None:
         """Send the run whenever the curves have changed, and once more when it is closed."""
         while True:
-            is_last = self._closing.is_set()
+            # In this order, so that no change is missed.
             self._changed.clear()
+            is_last = self._closing.is_set()
             try:
                 self._send(is_last)
                 self._error = None
             except Exception as error:  # Whatever MLflow raises, the training goes on
                 self._error = error
-                self._sent_steps = None  # It may have got what it did not confirm
+                self._client = None  # It may have got what it did not confirm
             if is_last:
                 return
             if self._error:
@@ -275,17 +277,18 @@ class Run:
         """Send the curves, and at the end also the items and the state of the run."""
         import mlflow
 
-        client, experiment = connect(self._uri)
-        if not self._run_id:
+        if self._client is None:
+            client, experiment = connect(self._uri)
             run_id = self._find_or_create(client, experiment)
-            if self._live:
+            if self._live and not self._run_id:
                 mlflow.enable_system_metrics_logging()
                 mlflow.start_run(run_id)
             self._run_id = run_id
-        if self._sent_steps is None:
-            self._sent_steps = read_last_steps(client, self._run_id)
+            self._sent_steps = read_last_steps(client, run_id)
+            self._client = client
+        client = self._client
         for name, rows in self._curves:
-            self._send_points(client, self._sent_steps, name, rows)
+            self._send_points(client, name, rows)
         if not is_last:
             return
         for item in self._record["items"][self._first_item :]:
@@ -303,24 +306,29 @@ class Run:
         runs = client.search_runs([experiment], query, max_results=1)
         if runs:
             self._first_item = record["sent"].get(redact(self._uri), 0)
-            return runs[0].info.run_id
-        tags = {KEY_TAG: record["key"]}
-        run_id = client.create_run(experiment, record["time"], tags, record["name"]).info.run_id
+            run_id = runs[0].info.run_id
+        else:
+            tags = {KEY_TAG: record["key"]}
+            run_id = client.create_run(experiment, record["time"], tags, record["name"]).info.run_id
+        # Also of a run that exists: the server may have failed after it was created.
         from mlflow.entities import Param
 
         client.log_batch(run_id, params=[Param(*pair) for pair in record["params"].items()])
         return run_id
 
-    def _send_points(
-        self, client: Any, sent_steps: Dict[str, int], prefix: str, rows: Rows
-    ) -> None:
+    def _send_points(self, client: Any, prefix: str, rows: Rows) -> None:
         """Send the points of a curve that come after the last ones that the server has."""
         from mlflow.entities import Metric
 
+        sent_steps = self._sent_steps
         now = get_time_ms()
+        names = {name for row in rows[-1:] for name in row if name != "step"}
+        last = min((sent_steps.get(f"{prefix}/{name}", -1) for name in names), default=-1)
+        # Most rows were sent, so begin at the end.
+        new_rows = list(itertools.takewhile(lambda row: row["step"] > last, reversed(rows)))
         points = [
             Metric(f"{prefix}/{name}", value, now, int(row["step"]))
-            for row in rows
+            for row in reversed(new_rows)
             for name, value in row.items()
             if name != "step" and int(row["step"]) > sent_steps.get(f"{prefix}/{name}", -1)
         ]

@@ -27,6 +27,7 @@ from typing import (
     Any,
     Callable,
     Dict,
+    Generator,
     Iterable,
     Iterator,
     List,
@@ -394,7 +395,7 @@ class Matcher:
         batch_size: int = 8,
         *,
         refine: Optional[bool] = None,
-    ) -> Iterator[MatchResult]:
+    ) -> Generator[MatchResult, None, None]:
         """Match each pair, in order.
 
         Batches are faster on a GPU. Their scores differ from the scores of single pairs by
@@ -422,7 +423,7 @@ class Matcher:
 
     def refine_batch(
         self, results: Iterable[Tuple[MatchResult, Features, Features]]
-    ) -> Iterator[MatchResult]:
+    ) -> Generator[MatchResult, None, None]:
         """Refine each result that is not refined yet, with the features of its images.
 
         The results keep their order.
@@ -545,8 +546,8 @@ class Matcher:
         # Select the keypoints of each pair that have a likely partner.
         mutual_matches = [nearest.match_by_ratio(*pair, ratio=1.0) for pair in pairs]
         selected = [
-            nearest.select_keypoints(*pair, self.network_keypoints, matches)
-            for pair, matches in zip(pairs, mutual_matches)
+            nearest.select_keypoints(features0, features1, self.network_keypoints, matches)
+            for (features0, features1), matches in zip(pairs, mutual_matches)
         ]
         # Threads take turns, since the network uses all cores by itself.
         with self._turn:

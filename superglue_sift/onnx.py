@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -103,7 +103,8 @@ class OnnxSuperGlue(nn.Module):
             views.append((keypoints, scales, *one_orientation, size))
         images = Images(masks, padded=[True, True])
         # (1, M + 1, ...) and (1, N + 1, ...) -> (T, ...)
-        joined = Features(*map(images.join_images, zip(*views)))
+        tensors: List[Any] = [images.join_images(parts) for parts in zip(*views)]
+        joined = Features(*tensors)
         descriptors = self.model.compute_descriptors(joined, images)
         # A graph cannot compute pairs that overflow again in the log domain. So the transport is in
         # float64, whose range is sufficient for trained scores.

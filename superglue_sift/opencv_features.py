@@ -32,9 +32,9 @@ def kaze(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
         raise RequestError(f"OpenCV {cv2.__version__} has no KAZE, which 5.0 removed: {fix}")
     points, descriptors = cv2.KAZE.create().detectAndCompute(gray, None)  # pyright: ignore
     return {
-        "keypoints": np.float32([point.pt for point in points]).reshape(-1, 2),
-        "scales": np.float32([point.size for point in points]),
-        "oris": np.float32([point.angle for point in points]),
-        "scores": np.float32([point.response for point in points]),
+        "keypoints": np.array([point.pt for point in points], np.float32).reshape(-1, 2),
+        "scales": np.array([point.size for point in points], np.float32),
+        "oris": np.array([point.angle for point in points], np.float32),
+        "scores": np.array([point.response for point in points], np.float32),
         "descriptors": descriptors if points else np.empty((0, 64), np.float32),
     }

@@ -84,9 +84,9 @@ def evaluate(
     # Of a negative pair, count the matches, since every one is wrong.
     if negatives:
         negative_rows = [scores.rows for scores in negatives]
-        counts = metrics.make_table(negative_rows).groupby("matcher", sort=False)["value"].mean()
-        for name, mean in counts.items():
-            row = mean, math.nan, math.nan, len(negatives)
+        by_matcher = metrics.make_table(negative_rows).groupby("matcher", sort=False)
+        for name, table in by_matcher:
+            row = table["value"].mean(), math.nan, math.nan, len(negatives)
             summary.loc[(name, "negative_matches", "", False), :] = row
     # Of the disturbed pairs, keep only the means of the network and the ratio test.
     means = {}

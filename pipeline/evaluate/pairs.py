@@ -179,11 +179,16 @@ def add_noise(image: np.ndarray, deviation: float) -> np.ndarray:
     return np.clip(np.rint(image + noise), 0, 255).astype(np.uint8)
 
 
+def compress(image: np.ndarray, quality: float) -> np.ndarray:
+    """Compress as JPEG of a quality, 1 to 100, and decode again."""
+    return views.compress_as_jpeg(image, int(quality))
+
+
 DISTURBANCES: Dict[str, Tuple[Callable[[np.ndarray, float], np.ndarray], Tuple[float, ...]]] = {
     "illumination (factor)": (brighten, (1.0, 0.5, 0.25, 0.12, 2.0)),
     "blur (px)": (blur, (0.0, 1.0, 2.0, 4.0)),
     "noise (gray levels)": (add_noise, (0.0, 5.0, 10.0, 20.0)),
-    "JPEG (quality)": (views.compress_as_jpeg, (90, 40, 15, 5)),
+    "JPEG (quality)": (compress, (90, 40, 15, 5)),
 }
 ZOOMS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 

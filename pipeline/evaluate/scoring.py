@@ -77,9 +77,9 @@ def index_true_matches(pair: FeaturePair, H_0to1: np.ndarray) -> np.ndarray:
     loss. `H_0to1` is (3, 3), in px.
     """
     # Call the function of the training's loss on a batch of one pair.
-    images = [make_batch([features]) for features in pair]
+    images0, images1 = (make_batch([features]) for features in pair)
     H = torch.from_numpy(np.array(H_0to1))[None]
-    truth = find_true_matches(*images, H, positive_px=CORRECT_PX, negative_px=CORRECT_PX)
+    truth = find_true_matches(images0, images1, H, positive_px=CORRECT_PX, negative_px=CORRECT_PX)
     return truth.matches0[0, : len(pair[0].keypoints)].numpy()
 
 
@@ -167,7 +167,8 @@ def compute_errors(
         for name in settings.estimators:
             is_enough = len(scores) >= two_view.MIN_POINTS
             H = estimators.ESTIMATORS[name](points) if is_enough else None
-            yield name, is_refined, two_view.corner_error(H, truth, labeled_pair.pair[0].image_size)
+            size = labeled_pair.pair[0].image_size
+            yield name, is_refined, two_view.corner_error(H, truth, size)  # pyright: ignore
 
 
 def score_pair(

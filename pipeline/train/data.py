@@ -106,27 +106,29 @@ class PairBatch:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
         """Return a batch with the results of `function` as its tensors."""
-        images = [map_tensors(function, features) for features in (self.images0, self.images1)]
-        return PairBatch(*images, function(self.H_0to1), function(self.cells))
+        images0 = map_tensors(function, self.images0)
+        images1 = map_tensors(function, self.images1)
+        return PairBatch(images0, images1, function(self.H_0to1), function(self.cells))
 
     def select(self, pairs: List[int]) -> PairBatch:
         """Return a batch of the pairs at these indices, with as little padding as they need."""
         if pairs == list(range(len(self))):
             return self
-        images = [select_images(features, pairs) for features in (self.images0, self.images1)]
-        return PairBatch(*images, self.H_0to1[pairs], self.cells[pairs])
+        images0 = select_images(self.images0, pairs)
+        images1 = select_images(self.images1, pairs)
+        return PairBatch(images0, images1, self.H_0to1[pairs], self.cells[pairs])
 
     def pad(self, pairs: int, keypoints: int) -> PairBatch:
         """Return a batch that is padded to so many pairs, and to so many keypoints of each image.
 
         The added pairs have no keypoints, and come last.
         """
-        images = [
-            pad_images(features, pairs, keypoints) for features in (self.images0, self.images1)
-        ]
+        images0 = pad_images(self.images0, pairs, keypoints)
+        images1 = pad_images(self.images1, pairs, keypoints)
         added = pairs - len(self)
         H_0to1 = pad(self.H_0to1, [0, 0, 0, 0, 0, added])
-        return PairBatch(*images, H_0to1, pad(self.cells, [0, 0, 0, 0, 0, 0, 0, added]))
+        cells = pad(self.cells, [0, 0, 0, 0, 0, 0, 0, added])
+        return PairBatch(images0, images1, H_0to1, cells)
 
     def split_by_size(self) -> Tuple[List[int], List[PairBatch]]:
         """Split into batches of pairs with similar numbers of keypoints (`group_pairs`).

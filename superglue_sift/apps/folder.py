@@ -19,7 +19,19 @@ import itertools
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Collection, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Collection,
+    Dict,
+    Generator,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 
@@ -183,9 +195,9 @@ def match_folder(
             if result is None and (missing or needs_all):
                 result = files.read(pair)
             for ending in missing:
-                files.write_extra_file(pair, result, ending)
+                files.write_extra_file(pair, result, ending)  # pyright: ignore
             if matcher.rules:
-                rows.append(_make_row(folder, pair, result))
+                rows.append(_make_row(folder, pair, result))  # pyright: ignore
             if add_pair:
                 add_pair(*pair, result)
     _write_tables(out, rows if matcher.rules else None, bad_images)
@@ -267,7 +279,12 @@ def extract_photos(photos: Sequence[PhotoFile], store: FeatureStore) -> Dict[str
 
     # One thread reads a file while SIFT of the other thread runs. After Ctrl-C, the closed map
     # starts no further photograph.
-    with ThreadPoolExecutor(2) as pool, contextlib.closing(pool.map(extract, photos)) as reasons:
+    with (
+        ThreadPoolExecutor(2) as pool,
+        contextlib.closing(
+            pool.map(extract, photos)  # pyright: ignore (it is a generator)
+        ) as reasons,
+    ):
         shown = Progress(reasons, total=len(photos), desc="features", unit="images")
         return {str(photo.path): reason for reason, photo in zip(shown, photos) if reason}
 
@@ -302,7 +319,7 @@ def find_done_pairs(
 
 def match_pairs(
     store: FeatureStore, pairs: Sequence[PhotoPair], done: Collection[PhotoPair]
-) -> Iterator[Tuple[PhotoPair, Optional[MatchResult]]]:
+) -> Generator[Tuple[PhotoPair, Optional[MatchResult]], None, None]:
     """Match each pair that is not done, in batches.
 
     Args:
@@ -322,7 +339,9 @@ def match_pairs(
     with Progress(total=len(pairs), desc="matching", unit="pairs") as shown:
         for group in split_batches(pairs, size):
             new_pairs = [pair for pair in group if pair not in done]
-            features = (tuple(map(read_features, pair)) for pair in new_pairs)
+            features = (
+                (read_features(first), read_features(second)) for first, second in new_pairs
+            )
             with contextlib.closing(matcher.match_batch(features, size)) as batch_results:
                 results = dict(zip(new_pairs, batch_results))
             for pair in group:

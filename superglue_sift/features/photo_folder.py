@@ -51,7 +51,7 @@ def walk_folders(
     """
     # A link to a folder above this one would lead into this one again.
     entered = set(map(str, Path(folder).resolve().parents))
-    entered.update(set(map(os.path.realpath, ignored)) - {os.path.realpath(folder)})
+    entered.update({os.path.realpath(path) for path in ignored} - {os.path.realpath(folder)})
     for path, subfolders, files in os.walk(folder, followlinks=True):
         real_path = os.path.realpath(path)
         # `os.walk` enters the folders that are left in its list.

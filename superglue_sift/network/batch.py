@@ -17,7 +17,7 @@ is closer to a descriptor of the other image (`choose_orientations`).
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -83,7 +83,8 @@ def make_batch(images: Sequence[Features]) -> Features:
             batch.scales[row] *= image.sift_scale
     if min(counts) < shape[1]:
         batch = batch._replace(mask=np.arange(shape[1]) < np.array(counts)[:, None])
-    return Features(*(torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in batch))
+    tensors: List[Any] = [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in batch]
+    return Features(*tensors)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -262,7 +263,9 @@ def join_keypoints(batches: Sequence[FeaturePair]) -> Tuple[Features, Images]:
     # (B, 2) -> (B, N, 2): each keypoint gets the size of its image.
     sizes = [part.image_size[:, None].expand(*mask.shape, 2) for part, mask in zip(parts, masks)]
     names = ("keypoints", "scales", "oris", "scores", "descriptors")
-    joined = {name: images.join_images([getattr(part, name) for part in parts]) for name in names}
+    joined: Dict[str, Any] = {
+        name: images.join_images([getattr(part, name) for part in parts]) for name in names
+    }
     return Features(**joined, image_size=images.join_images(sizes)), images
 
 

@@ -170,6 +170,29 @@ def test_a_server_that_fails_in_the_middle_gets_every_step(gate, mlflow_store, t
     assert len(steps) == 300
 
 
+def test_parameters_arrive_after_a_server_failed_at_the_start(mlflow_store, tmp_path, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    log_batch = MlflowClient.log_batch
+    failures = iter([OSError("lost")])
+
+    def fail_once(*arguments, **options):
+        for error in failures:
+            raise error
+        return log_batch(*arguments, **options)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", fail_once)
+    run = tracking.open_run(tmp_path, {"train": {"lr": 0.1}}, "identity", name="identity")
+    wait_until(lambda: run._error)
+    assert run.close()
+    assert get_run(mlflow_store).data.params["train.lr"] == "0.1"
+
+
+def test_runs_that_end_at_once_end(mlflow_store, tmp_path):
+    for number in range(20):
+        assert open_run(tmp_path, str(number)).close()
+
+
 def test_a_resumed_training_repeats_no_point(mlflow_store, tmp_path):
     run = open_run(tmp_path)
     run.log_curves({"train": make_rows(8)})
