@@ -85,8 +85,8 @@ def evaluate(
     if negatives:
         negative_rows = [scores.rows for scores in negatives]
         by_matcher = metrics.make_table(negative_rows).groupby("matcher", sort=False)
-        for name, table in by_matcher:
-            row = table["value"].mean(), math.nan, math.nan, len(negatives)
+        for name, counts in by_matcher:
+            row = counts["value"].mean(), math.nan, math.nan, len(negatives)
             summary.loc[(name, "negative_matches", "", False), :] = row
     # Of the disturbed pairs, keep only the means of the network and the ratio test.
     means = {}
