@@ -90,7 +90,7 @@ def make_dali_loader(
             raise StopIteration
         indices = np.arange(iteration * BATCH, (iteration + 1) * BATCH).clip(max=len(files) - 1)
         encoded: List[Any] = [np.frombuffer(files[index], np.uint8) for index in indices]
-        # DALI puts the centre of the first pixel at (0.5, 0.5).
+        # DALI puts the center of the first pixel at (0.5, 0.5).
         shift = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
         shifted_maps = (shift @ maps[indices] @ np.linalg.inv(shift))[:, :, :2].astype(np.float32)
         return [encoded, *np.ascontiguousarray(shifted_maps.swapaxes(0, 1))]

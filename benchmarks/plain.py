@@ -3,7 +3,7 @@
 It has convolutions of width 1 over (B, D, N), attention by einsum with all weights stored, autograd
 through Sinkhorn in the log domain, and a dense target for the loss. It computes what the project's
 network computes, with the same parameters. All views of a batch have the same number of keypoints,
-and options beyond the paper (rotary positions, neighbours) are left out.
+and options beyond the paper (rotary positions, neighbors) are left out.
 """
 
 from __future__ import annotations

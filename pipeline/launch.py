@@ -102,7 +102,7 @@ def make_torchrun_options(processes: int, restarts: int) -> List[str]:
     options: Dict[str, object] = {"nproc_per_node": processes, "monitor_interval": 0.1}
     if is_one_node():
         # --standalone would resolve the host's name, which fails in some containers. The backend is
-        # spelt out, because PET_RDZV_BACKEND of an operator would replace a default.
+        # spelled out, because PET_RDZV_BACKEND of an operator would replace a default.
         address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
         port = find_free_port(address, read_environment_number("MASTER_PORT", 0))
         options.update(max_restarts=0, nnodes=1, rdzv_backend="static", rdzv_endpoint="")

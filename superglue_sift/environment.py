@@ -85,7 +85,7 @@ def prepare_network() -> None:
 
 
 def is_prepared() -> bool:
-    """Say whether the variables of `NETWORK` were set before torch and numpy were loaded.
+    """Return whether the variables of `NETWORK` were set before torch and numpy were loaded.
 
     This also holds in a process that inherits the variables from such a process.
     """

@@ -486,7 +486,7 @@ class Matcher:
     ) -> List[Tuple[Matches, Optional[float]]]:
         """Match the keypoints of pairs of images. All matches of this library come from here.
 
-        Nearest neighbours select the keypoints of each pair that the network gets. The network
+        Nearest neighbors select the keypoints of each pair that the network gets. The network
         matches these, and matches of other keypoints are added where the network's matches lead to
         them. In a scene, the pair is verified in between (`scene.verify_pair`).
 
@@ -531,7 +531,7 @@ class Matcher:
         Returns:
             For each pair:
             - all matches of the network, whatever their scores,
-            - the mutual nearest neighbours of all keypoints,
+            - the mutual nearest neighbors of all keypoints,
             - the indices (m,) and (n,) of the selected keypoints.
         """
         # The network compares scales in pixels of the images that SIFT saw. In pixels of the files,

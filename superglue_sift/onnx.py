@@ -39,7 +39,7 @@ from superglue_sift.files import FileName, check_writable, write_atomic
 from superglue_sift.matcher import RESIZE
 from superglue_sift.network.batch import Images, choose_orientations, make_batch
 from superglue_sift.network.perceptron import FLOAT32
-from superglue_sift.network.superglue import SuperGlue, find_nearest_neighbours, mutual_matches
+from superglue_sift.network.superglue import SuperGlue, find_nearest_neighbors, mutual_matches
 from superglue_sift.network.weights import find_shipped_weights, load_model, read_match_threshold
 from superglue_sift.torch_compat import can_export
 
@@ -118,7 +118,7 @@ class ColmapSuperGlue(OnnxSuperGlue):
 
     COLMAP checks the names, their order and their ranks. COLMAP_INPUTS are float32, for each image:
 
-    kpts: (1, N, 2) px. The centre of the first pixel is (0, 0).
+    kpts: (1, N, 2) px. The center of the first pixel is (0, 0).
     desc: (1, N, 128), RootSIFT.
     image_size: (1, 2), width and height.
     scales: (1, N), sigma in px.
@@ -141,7 +141,7 @@ class ColmapSuperGlue(OnnxSuperGlue):
             model: the network in evaluation mode.
             threshold: minimum probability of a match.
             max_keypoints: maximum number of keypoints of an image. Keypoints with the best nearest
-                neighbours are kept, and the others have no match.
+                neighbors are kept, and the others have no match.
         """
         super().__init__(model, threshold)
         self.max_keypoints = max_keypoints
@@ -171,21 +171,21 @@ class ColmapSuperGlue(OnnxSuperGlue):
 
 
 def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
-    """Rank keypoints by their nearest neighbours. A match is likelier for a smaller rank.
+    """Rank keypoints by their nearest neighbors. A match is likelier for a smaller rank.
 
     Args:
         desc0: unit descriptors of image 0, (M, D).
         desc1: unit descriptors of image 1, (N, D).
 
     Returns:
-        (M,) and (N,) float32. The rank is Lowe's ratio of distances. Mutual nearest neighbours get
+        (M,) and (N,) float32. The rank is Lowe's ratio of distances. Mutual nearest neighbors get
         the smaller ratio of both directions, so that both are kept or none. All others get 1 more.
     """
-    # A row of zeros is the nearest neighbour if the other image has no keypoints.
+    # A row of zeros is the nearest neighbor if the other image has no keypoints.
     cosines = pad(desc0, (0, 0, 0, 1)) @ pad(desc1, (0, 0, 0, 1)).T
-    neighbours0, neighbours1 = find_nearest_neighbours(cosines[None])
-    nearest0, _, ratio0, mutual0 = neighbours0
-    nearest1, _, ratio1, mutual1 = neighbours1
+    neighbors0, neighbors1 = find_nearest_neighbors(cosines[None])
+    nearest0, _, ratio0, mutual0 = neighbors0
+    nearest1, _, ratio1, mutual1 = neighbors1
     rank0 = torch.where(mutual0, torch.minimum(ratio0, ratio1.gather(1, nearest0)), 1 + ratio0)
     rank1 = torch.where(mutual1, torch.minimum(ratio1, ratio0.gather(1, nearest1)), 1 + ratio1)
     return rank0[0, :-1], rank1[0, :-1]
@@ -293,7 +293,7 @@ def export(
     )
     assert program is not None
     proto = program.model_proto  # Each access returns a new object.
-    # Older versions of ONNX Runtime can read this version.
+    # Older ONNX Runtimes reject IR version 10.
     proto.ir_version = IR_VERSION
     onnx.helper.set_model_props(proto, {"match_threshold": repr(threshold)})
     write_atomic(path, proto.SerializeToString())
@@ -315,7 +315,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add(
         "--max-keypoints",
         type=int,
-        help="with --for colmap: of an image, those with the best nearest neighbours in the other"
+        help="with --for colmap: of an image, those with the best nearest neighbors in the other"
         f" (default {COLMAP_KEYPOINTS})",
     )
     args = parser.parse_args(argv)

@@ -58,7 +58,7 @@ def _compute_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor
 
 
 def can_compile() -> bool:
-    """Say whether torch can compile a module in place (2.x)."""
+    """Return whether torch can compile a module in place (2.x)."""
     return hasattr(torch.nn.Module, "compile")
 
 
@@ -74,7 +74,7 @@ LayerNorm = nn.LayerNorm if can_compile() else _WideLayerNorm
 
 
 def describe_missing_compiler(device_type: str) -> str:
-    """Say why `torch.compile` cannot run on "cpu" or "cuda" here, or return "" if it can.
+    """Return why `torch.compile` cannot run on "cpu" or "cuda" here, or "" if it can.
 
     torch 2 needs a C++ compiler, and on a GPU a C compiler.
     """
@@ -88,14 +88,14 @@ def describe_missing_compiler(device_type: str) -> str:
     return f"there is no C{'' if on_gpu else '++'} compiler ({' or '.join(names[-2:])})"
 
 
-# Say whether `torch.compile` or `torch.export` is reading the code (torch 2.1 or newer).
+# Return whether `torch.compile` or `torch.export` is reading the code (torch 2.1 or newer).
 is_traced: Callable[[], bool] = getattr(
     getattr(torch, "compiler", None), "is_compiling", lambda: False
 )
 
 
 def can_export() -> bool:
-    """Say whether torch can export a network with dynamic shapes (2.5 or newer)."""
+    """Return whether torch can export a network with dynamic shapes (2.5 or newer)."""
     return hasattr(getattr(getattr(torch, "export", None), "Dim", None), "AUTO")
 
 
@@ -195,7 +195,7 @@ def choose_backend(device_type: str) -> str:
 
 
 def has_amx() -> bool:
-    """Say whether torch can use matrix units of this CPU for bfloat16. torch 1.10 cannot."""
+    """Return whether torch can use matrix units of this CPU for bfloat16. torch 1.10 cannot."""
     file = Path("/proc/cpuinfo")
     return can_compile() and file.is_file() and "amx_bf16" in file.read_text()
 

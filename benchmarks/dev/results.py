@@ -50,10 +50,10 @@ ROOT = Path(__file__).resolve().parents[2]
 MATCHERS = {
     "superglue": "SuperGlue",
     "ratio_test": "ratio test",
-    "mutual_nn": "mutual nearest neighbours",
+    "mutual_nn": "mutual nearest neighbors",
     "true_matches": "true matches (bound)",
 }
-BASELINES = {**MATCHERS, "nn": "nearest neighbours"}
+BASELINES = {**MATCHERS, "nn": "nearest neighbors"}
 PAIR = ("superglue", "ratio_test")  # what a cell with two values compares
 # Headings of metrics, by their name, estimator and whether matches are refined
 HOMOGRAPHIES = {
@@ -94,7 +94,7 @@ VIEWS = {"width": 640, "height": 480, "max_keypoints": 512, "pairs_per_image": 2
 
 
 class Missing(Exception):
-    """Say which data a table lacks."""
+    """The data of a table are missing. The message names them."""
 
 
 class Bench:

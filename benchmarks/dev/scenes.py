@@ -15,7 +15,7 @@ The columns are:
 
 - the photographs registered in the largest model
 - the points of this model, their mean track length and reprojection error
-- the mean error of camera centres after a similarity, in cm if FILE is in metres, and in percent
+- the mean error of camera centers after a similarity, in cm if FILE is in meters, and in percent
   of the largest distance between two cameras
 - the mean error of rotations, in degrees
 - the verified pairs, and how many of them are false: fewer than half of the matches of a false
@@ -53,17 +53,17 @@ RIGHT_PX = 4.0  # from the true epipolar lines
 LONGER = 1024  # px, side of the photographs
 # Ways to build a database, and the maximum number of COLMAP's features of an image
 FEATURES = {"superglue": 0, "colmap": 8192, "held": 1024, "stored": 8192}
-MODEL = ["registered", "points", "track", "reprojection, px", "centres, cm", "%", "rotations"]
-CENTRES = MODEL.index("centres, cm")
+MODEL = ["registered", "points", "track", "reprojection, px", "centers, cm", "%", "rotations"]
+CENTERS = MODEL.index("centers, cm")
 
 
 class Camera(NamedTuple):
     """Describe a photograph's camera.
 
     Attributes:
-        K: (3, 3) in pixels; the centre of the first pixel is (0, 0).
+        K: (3, 3) in pixels; the center of the first pixel is (0, 0).
         R: (3, 3), from the world to the camera.
-        C: (3,), its centre in the world.
+        C: (3,), its center in the world.
     """
 
     K: np.ndarray
@@ -194,12 +194,12 @@ def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List
     registered = model.num_reg_images() if model else 0
     cells = [f"{registered} of {len(cameras)}", *[""] * (len(MODEL) - 1)]
     if registered >= 3:
-        centre, percent, rotation = measure_model_errors(model, cameras)
+        center, percent, rotation = measure_model_errors(model, cameras)
         cells[1:] = [
             f"{model.num_points3D():,}",
             f"{model.compute_mean_track_length():.2f}",
             f"{model.compute_mean_reprojection_error():.2f}",
-            f"{100 * centre:.1f}",
+            f"{100 * center:.1f}",
             f"{percent:.2f}",
             f"{rotation:.2f}",
         ]
@@ -207,23 +207,23 @@ def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List
 
 
 def measure_model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
-    """Measure a pycolmap.Reconstruction's cameras, after the best similarity of their centres.
+    """Measure a pycolmap.Reconstruction's cameras, after the best similarity of their centers.
 
     Returns:
-        The mean distance of the centres in the units of `cameras`, the same in percent of the
+        The mean distance of the centers in the units of `cameras`, the same in percent of the
         largest distance between two true cameras, and the mean angle of rotations in degrees.
     """
     import pycolmap
 
     images = [image for image in model.images.values() if image.has_pose]
     poses = {image.name: image.cam_from_world() for image in images}
-    centres = np.array([pose.inverse().translation for pose in poses.values()])
+    centers = np.array([pose.inverse().translation for pose in poses.values()])
     true = np.array([cameras[name].C for name in poses])
-    similarity = pycolmap.estimate_sim3d(centres, true)
+    similarity = pycolmap.estimate_sim3d(centers, true)
     if similarity is None:
         # All cameras are at one position.
         return np.inf, np.inf, np.inf
-    distance = float(np.linalg.norm(similarity * centres - true, axis=1).mean())
+    distance = float(np.linalg.norm(similarity * centers - true, axis=1).mean())
     largest = float(pdist([camera.C for camera in cameras.values()]).max())
     back = similarity.rotation.matrix().T
     turns = [pose.rotation.matrix() @ back @ cameras[name].R.T for name, pose in poses.items()]
@@ -270,10 +270,10 @@ def measure_scene(scene: str, cameras: Cameras, way: str, seeds: int) -> List[st
     wall = time.perf_counter() - started
     seconds = f"{wall:.0f} / {sum(os.times()[:4]) - used:.0f}"
     rows = [map_scene(database, photos, cameras, seed) for seed in range(seeds)]
-    rows.sort(key=lambda row: float(row[CENTRES] or "inf"))
+    rows.sort(key=lambda row: float(row[CENTERS] or "inf"))
     median = rows[len(rows) // 2][:]
     if len(rows) > 1:
-        median[CENTRES] += f" ({rows[0][CENTRES]} to {rows[-1][CENTRES]})"
+        median[CENTERS] += f" ({rows[0][CENTERS]} to {rows[-1][CENTERS]})"
     return [scene, way, *median, *map(str, count_pairs(database, cameras)), seconds]
 
 

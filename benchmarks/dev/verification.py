@@ -56,7 +56,7 @@ Gray = np.ndarray  # a photograph (H, W) uint8
 # A view: the image, and the homographies (3, 3) of all planes of the place to it
 View = Tuple[Gray, List[np.ndarray]]
 Errors = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (k,) px, of matches (k, 2) and (k, 2)
-LabelledPair = Tuple[Any, str, Tuple[Features, Features], Errors]  # with its place and its kind
+LabeledPair = Tuple[Any, str, Tuple[Features, Features], Errors]  # with its place and its kind
 
 PLACES = 13  # so many photographs of the first folder make places
 LEARNED = 9  # the weights are learned from so many of them; the others are fresh
@@ -209,7 +209,7 @@ def measure_distances(
 
 def make_pairs(
     matcher: Matcher, files: Sequence[Path], others: Sequence[Path]
-) -> Iterator[LabelledPair]:
+) -> Iterator[LabeledPair]:
     """Make the pairs of all places."""
     for place, paths in enumerate(zip(files, others)):
         for kind, make_views in KINDS.items():
@@ -222,7 +222,7 @@ def make_pairs(
                 yield place, kind, (features0, features1), measure_errors
 
 
-def extract_real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterator[LabelledPair]:
+def extract_real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterator[LabeledPair]:
     """Pair all photographs with known cameras. Between two places no match is right."""
     views = [
         (name, camera, matcher.extract(scenes.find_photos(name) / file))
@@ -243,9 +243,9 @@ def extract_real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterato
 # Learning
 
 
-def measure_pair(matcher: Matcher, labelled_pair: LabelledPair) -> Tuple[Any, ...]:
+def measure_pair(matcher: Matcher, labeled_pair: LabeledPair) -> Tuple[Any, ...]:
     """Return a row of `measure_pairs`. The evidence is zero for a pair without a geometry."""
-    place, kind, pair, measure_errors = labelled_pair
+    place, kind, pair, measure_errors = labeled_pair
     no_geometry = place, kind, False, 0.0, 0.0
     factors = matcher.get_limit_factors(pair)
     inliers, indices = scene.verify_ratio_matches(pair, factors)
@@ -263,7 +263,7 @@ def measure_pair(matcher: Matcher, labelled_pair: LabelledPair) -> Tuple[Any, ..
     return (place, kind, bool(len(right) and right.mean() > 0.5), *evidence)
 
 
-def measure_pairs(matcher: Matcher, pairs: Iterator[LabelledPair]) -> pd.DataFrame:
+def measure_pairs(matcher: Matcher, pairs: Iterator[LabeledPair]) -> pd.DataFrame:
     """Measure each pair in a row of a table, and leave out pairs without a geometry.
 
     Returns:

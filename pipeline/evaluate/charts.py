@@ -167,16 +167,16 @@ def draw_calibration_chart(calibration: pd.DataFrame, colors: Mapping[str, str])
 
 
 def draw_robustness_charts(
-    robustness: pd.DataFrame, lead: str, colors: Mapping[str, str]
+    robustness: pd.DataFrame, leading: str, colors: Mapping[str, str]
 ) -> List[Chart]:
     """Draw recall and the leading AUC of the network and the ratio test at each level.
 
     Args:
         robustness: `Results.robustness`.
-        lead: the leading estimator.
+        leading: the name of the leading estimator.
         colors: the color of each matcher, from `assign_colors`.
     """
-    charted_metrics = (("recall", "", "recall"), ("auc_5", lead, f"AUC@5 {lead.upper()}"))
+    charted_metrics = (("recall", "", "recall"), ("auc_5", leading, f"AUC@5 {leading.upper()}"))
     charts = []
     for name, part in robustness.groupby("condition", sort=False):
         for metric, estimator, label in charted_metrics:

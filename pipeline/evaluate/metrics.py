@@ -248,7 +248,7 @@ def summarize(values: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
 def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]) -> pd.DataFrame:
     """Subtract the best baseline, the ratio test and each further network from the network.
 
-    The best baseline has the highest mean on these pairs, which is a choice in its favour.
+    The best baseline has the highest mean on these pairs, which is a choice in its favor.
 
     Args:
         values: the values of all pairs, from `compute_pair_values`.

@@ -126,14 +126,14 @@ def compare_matchers(results: Results) -> List[Dict[str, Any]]:
         their difference.
     """
     what, unit = ("poses", "degrees") if has_pose_errors(results.table) else ("homographies", "px")
-    lead = get_leading_estimator(results.table)
+    leading = get_leading_estimator(results.table)
     recall = choose_recall_metric(results.table)
     # Each row has a label, a detail, a metric and an estimator.
     rows = (
         ("precision", "correct matches", "precision", ""),
         (recall.replace("_", " "), RECALL_MEANINGS[recall], recall, ""),
-        (what, f"within {WITHIN} {unit}", f"within_{WITHIN}", lead),
-        (what, "AUC@5", "auc_5", lead),
+        (what, f"within {WITHIN} {unit}", f"within_{WITHIN}", leading),
+        (what, "AUC@5", "auc_5", leading),
     )
     return [
         {
@@ -169,14 +169,14 @@ def select_headline(results: Results) -> Dict[str, float]:
     others come without: the fraction of pairs within WITHIN px, precision, recall, and the number
     of matches on negative pairs.
     """
-    lead = get_leading_estimator(results.table)
+    leading = get_leading_estimator(results.table)
     recall = choose_recall_metric(results.table)
     ours = results.metrics["value"][OURS]
     keys = {
-        "auc_5": ("auc_5", lead, False),
-        "auc_5_refined": ("auc_5", lead, True),
+        "auc_5": ("auc_5", leading, False),
+        "auc_5_refined": ("auc_5", leading, True),
         f"{recall}_at_p": (f"{recall}_at_ratio_precision", "", False),
-        f"within_{WITHIN}": (f"within_{WITHIN}", lead, False),
+        f"within_{WITHIN}": (f"within_{WITHIN}", leading, False),
         "precision": ("precision", "", False),
         recall: (recall, "", False),
         "negative_matches": ("negative_matches", "", False),
@@ -262,12 +262,12 @@ def make_comparison_table(results: Results) -> pd.DataFrame:
 
 def make_scenes_table(results: Results) -> pd.DataFrame:
     """Make the table of the AUC@3 of the leading estimator, with a row for each scene."""
-    lead = get_leading_estimator(results.table)
-    values = results.values.xs(("auc_3", lead, False), axis=1, level=KEY)
+    leading = get_leading_estimator(results.table)
+    values = results.values.xs(("auc_3", leading, False), axis=1, level=KEY)
     by_scene = values.groupby(level="scene", sort=False)
     means = by_scene.mean().map(format_percent).rename(columns=charts.get_title)
     means.insert(0, "pairs", by_scene.size())
-    return means.rename_axis(index=None, columns=f"AUC@3 {lead.upper()}")
+    return means.rename_axis(index=None, columns=f"AUC@3 {leading.upper()}")
 
 
 def make_remarks(results: Results) -> List[str]:
@@ -427,7 +427,7 @@ def render_page(results: Results, precision_recall: bytes, curves: Optional[Path
         curves: the SVG of the learning curve. If the file is missing, the page leaves it out.
     """
     colors = charts.assign_colors(list_matchers(results))
-    lead = get_leading_estimator(results.table)
+    leading = get_leading_estimator(results.table)
     # The leading estimator comes first, with detected and refined matches. The others follow.
     error_charts = charts.draw_error_charts(results.table, colors)
     caption = (
@@ -435,12 +435,12 @@ def render_page(results: Results, precision_recall: bytes, curves: Optional[Path
         " pairs have no match, and their precision is 0."
     )
     first_charts = [(charts.make_image(precision_recall, "precision over recall"), caption)]
-    first_charts += [chart for (name, _), chart in error_charts.items() if name == lead]
+    first_charts += [chart for (name, _), chart in error_charts.items() if name == leading]
     if not has_pose_errors(results.table):
         first_charts.append(charts.draw_calibration_chart(results.calibration, colors))
     robustness_charts = []
     if len(results.robustness):
-        robustness_charts = charts.draw_robustness_charts(results.robustness, lead, colors)
+        robustness_charts = charts.draw_robustness_charts(results.robustness, leading, colors)
     learning_curve = ""
     if curves and curves.is_file():
         learning_curve = charts.make_data_uri("svg+xml", curves.read_bytes())
@@ -468,7 +468,7 @@ def render_page(results: Results, precision_recall: bytes, curves: Optional[Path
         learning=learning_curve,
         colors=colors,
         charts=first_charts,
-        more_charts=[chart for (name, _), chart in error_charts.items() if name != lead],
+        more_charts=[chart for (name, _), chart in error_charts.items() if name != leading],
         robustness=robustness_charts,
         matches_table=make_matches_table(results),
         remarks=[*make_remarks(results), *make_auc_remarks(results)],

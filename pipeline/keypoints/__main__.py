@@ -140,9 +140,9 @@ def _wait_for_all_shards(planned: Sequence[Shard]) -> List[Row]:
     deadline = time.monotonic() + SILENCE_SECONDS
     while True:
         # A shard is done when its note is there.
-        still_missing = [shard for shard in missing if not shard.read_row()]
+        still_missing = [shard for shard in missing if not shard.read_note()]
         if not still_missing:
-            return [shard.read_row() for shard in planned]
+            return [shard.read_note() for shard in planned]
         if len(still_missing) < len(missing):
             deadline = time.monotonic() + SILENCE_SECONDS
         missing = still_missing

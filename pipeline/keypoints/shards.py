@@ -61,8 +61,8 @@ class Shard:
     def note_path(self) -> Path:
         return self.path.with_suffix(".json")
 
-    def read_row(self) -> Row:
-        """Read the row of store.json from the note. It is {} if this shard is not made yet."""
+    def read_note(self) -> Row:
+        """Read the row of store.json from the note. Return {} if this shard is not made yet."""
         with contextlib.suppress(OSError, ValueError):
             row = json.loads(self.note_path.read_text(encoding="utf-8"))
             if row.get("fingerprint") == self.fingerprint:
@@ -109,7 +109,7 @@ def find_missing(shards: Sequence[Shard]) -> List[Shard]:
             finished.update((folder / row["file"], row) for row in rows)
     missing = []
     for shard in shards:
-        row = shard.read_row() or finished.get(shard.path, {})
+        row = shard.read_note() or finished.get(shard.path, {})
         with contextlib.suppress(RequestError):
             if row.get("fingerprint") == shard.fingerprint and not row["bad"]:
                 store.check_shard(shard.path, row)
@@ -159,7 +159,7 @@ def write_index_and_delete_others(
     # A row of store.json is the row of a note, with the photograph of each image.
     rows = []
     for shard in shards:
-        row = shard.read_row()
+        row = shard.read_note()
         used_entries = [entry for entry in shard.entries if entry.name in row["images"]]
         rows.append(
             {**row, "photographs": [images.identify_photograph(entry) for entry in used_entries]}

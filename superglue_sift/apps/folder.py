@@ -4,11 +4,11 @@
 
     report = match_folder(Matcher.load(), "photos", "found")  # writes found/A_B_matches.npz
 
-The features of each photograph are computed once and kept on disk. A pair is done if its
-`A_B_matches.npz` was made from the same photographs with the same settings (`results`). This file
-is written last and atomically, so that the same call goes on where it was stopped. Memory holds the
-names of all photographs and pairs, the features of the last 256 photographs, the pixels of the last
-32, and one batch of pairs. For a COLMAP database it also holds all matches.
+The features of each photograph are computed once and kept on disk. A pair is skipped if its file
+`A_B_matches.npz` is up to date (`results`). This file is written last and atomically, so that the
+same call goes on where it was stopped. Memory holds the names of all photographs and pairs, the
+features of the last 256 photographs, the pixels of the last 32, and one batch of pairs. For a
+COLMAP database it also holds all matches.
 """
 
 from __future__ import annotations

@@ -286,6 +286,6 @@ def compute_vlad(descriptors: np.ndarray, words: np.ndarray) -> np.ndarray:
         # The nearest word of each descriptor, (n,), by |d - w|^2 = |d|^2 - 2 d w + |w|^2
         nearest = np.argmax(descriptors @ words.T - (words**2).sum(1) / 2, axis=1)
         np.add.at(sums, nearest, descriptors - words[nearest])
-    # Normalise by word, so that a repeated pattern does not outweigh the rest, then as a whole.
+    # Normalize by word, so that a repeated pattern does not outweigh the rest, then as a whole.
     sums /= np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-12)
     return sums.ravel() / max(float(np.linalg.norm(sums)), 1e-12)

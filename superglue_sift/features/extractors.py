@@ -2,7 +2,7 @@
 
     def function(gray, max_keypoints):  # (H, W) uint8; number of keypoints, more are dropped
         return {
-            "keypoints": ...,           # (N, 2) pixels, the centre of the first pixel at (0, 0)
+            "keypoints": ...,           # (N, 2) pixels, the center of the first pixel at (0, 0)
             "scores": ...,              # (N,), 0 or more; the highest are kept
             "descriptors": ...,         # (N, D) float32, of any length
             "scales": ...,              # (N,) diameters in pixels, above 0

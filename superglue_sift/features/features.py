@@ -26,9 +26,9 @@ class Features(NamedTuple):
     padded to the same N.
 
     Attributes:
-        keypoints: (N, 2) float32, px of the image: x right, y down. The centre of the first pixel
+        keypoints: (N, 2) float32, px of the image: x right, y down. The center of the first pixel
             is (0, 0).
-        scales: (N,) float32, px, the diameter of the neighbourhood (OpenCV's `size`). Zeros if the
+        scales: (N,) float32, px, the diameter of the neighborhood (OpenCV's `size`). Zeros if the
             keypoints have no scale. In a batch, they are in px of the image that SIFT saw.
         oris: (N, O) float32, degrees, clockwise as seen on the screen (OpenCV's `angle`).
         scores: (N,) float32, 0 or more (OpenCV's `response`).
@@ -92,7 +92,7 @@ class Features(NamedTuple):
         if tuple(size) == tuple(self.image_size):
             return self
         factor = np.divide(size, self.image_size)
-        # Pixel centres are at whole numbers, so the edge of the image is at -0.5.
+        # Pixel centers are at whole numbers, so the edge of the image is at -0.5.
         keypoints = (self.keypoints + np.float32(0.5)) * factor.astype(np.float32) - np.float32(0.5)
         longer = max(size) / max(self.image_size)
         return self._replace(

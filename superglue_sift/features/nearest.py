@@ -1,11 +1,11 @@
-"""Find nearest neighbours by descriptor, and run the ratio test (Lowe 2004).
+"""Find nearest neighbors by descriptor, and run the ratio test (Lowe 2004).
 
 The keypoints that the network gets are selected here, too (`select_keypoints`).
 
 The confidence of a match is one minus the ratio of its distance to that of the second nearest
-neighbour. `match_nearest` compares some hundreds of keypoints, for the baselines of training and
-evaluation. `match_by_ratio` compares thousands, and keeps mutual nearest neighbours that pass the
-test in both directions and are nearer than MAX_DISTANCE. The second nearest neighbour is searched
+neighbor. `match_nearest` compares some hundreds of keypoints, for the baselines of training and
+evaluation. `match_by_ratio` compares thousands, and keeps mutual nearest neighbors that pass the
+test in both directions and are nearer than MAX_DISTANCE. The second nearest neighbor is searched
 in the whole other image. Within an epipolar band the test would lose its meaning: wrong matches
 slide along the line, and errors of the cameras triple.
 """
@@ -46,7 +46,7 @@ def unit_descriptors(features: Features) -> np.ndarray:
 def match_nearest(descriptors0: np.ndarray, descriptors1: np.ndarray) -> Tuple[Matches, np.ndarray]:
     """Match each descriptor of image 0 with the nearest descriptor of image 1.
 
-    Several keypoints of image 0 may have the same neighbour. Without a second neighbour the score
+    Several keypoints of image 0 may have the same neighbor. Without a second neighbor the score
     is 0.
 
     Args:
@@ -54,7 +54,7 @@ def match_nearest(descriptors0: np.ndarray, descriptors1: np.ndarray) -> Tuple[M
 
     Returns:
         The m matches, or none if n is 0, and an array (m,) bool. It says whether the match is also
-        the nearest neighbour in the other direction.
+        the nearest neighbor in the other direction.
     """
     if len(descriptors0) == 0 or len(descriptors1) == 0:
         return Matches.none(), np.zeros(0, bool)
@@ -76,11 +76,11 @@ def find_two_nearest(
 
     Returns:
         Four arrays (m,):
-        - the index of the nearest neighbour, int64,
-        - the cosine with this neighbour, float32,
+        - the index of the nearest neighbor, int64,
+        - the cosine with this neighbor, float32,
         - the second largest cosine, float32,
-        - the rival, float32: the largest cosine of this neighbour with any other descriptor of
-          image 0. It is infinite where another one is nearer to the neighbour. If several are
+        - the rival, float32: the largest cosine of this neighbor with any other descriptor of
+          image 0. It is infinite where another one is nearer to the neighbor. If several are
           equally near, only the first has a finite rival.
     """
     nearest = np.empty(len(descriptors0), np.int64)
@@ -101,7 +101,7 @@ def find_two_nearest(
         cosines[rows, columns] = -1.0
         second[block] = cosines.max(axis=1)
         np.maximum(best_other, cosines.max(axis=0), out=best_other)
-    # If several rows have the same nearest neighbour, only the nearest row keeps it. The others are
+    # If several rows have the same nearest neighbor, only the nearest row keeps it. The others are
     # beaten: the cosine of their rival is set to infinity.
     order = np.lexsort((-cosine, nearest))
     beaten = order[1:][np.diff(nearest[order]) == 0]
@@ -112,7 +112,7 @@ def find_two_nearest(
 
 
 def distance_ratio(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Compute the ratio (n,) of the distances to the two nearest neighbours from their cosines.
+    """Compute the ratio (n,) of the distances to the two nearest neighbors from their cosines.
 
     For unit vectors, |a - b|^2 = 2 - 2 cos.
     """
@@ -128,7 +128,7 @@ def match_by_ratio(features0: Features, features1: Features, ratio: float = RATI
 
     Args:
         features0, features1: M and N keypoints of the images.
-        ratio: the maximum ratio. With 1, all mutual nearest neighbours within MAX_DISTANCE are
+        ratio: the maximum ratio. With 1, all mutual nearest neighbors within MAX_DISTANCE are
             returned.
     """
     descriptors0, keypoint0 = _describe_orientations(features0)
@@ -137,7 +137,7 @@ def match_by_ratio(features0: Features, features1: Features, ratio: float = RATI
         return Matches.none()
     nearest, cosine, second, rival = find_two_nearest(descriptors0, descriptors1)
     ratios = distance_ratio(cosine, np.maximum(second, rival))
-    # A row that is not the nearest of its neighbour has an infinite rival, so its ratio is large.
+    # A row that is not the nearest of its neighbor has an infinite rival, so its ratio is large.
     passes = (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratios < ratio)
     # Convert rows, one for each orientation, to keypoints.
     indices = np.stack([keypoint0[passes], keypoint1[nearest[passes]]], axis=1)
@@ -204,10 +204,10 @@ def select_keypoints(
     counts = len(features0.keypoints), len(features1.keypoints)
     if max(counts) <= max_keypoints:
         return np.arange(counts[0]), np.arange(counts[1])
-    likely = mutual_matches.keep_above(1.0 - SELECTING_RATIO)
-    first = likely.indices[np.argsort(-likely.scores, kind="stable")[:max_keypoints]]
+    candidates = mutual_matches.keep_above(1.0 - SELECTING_RATIO)
+    best = np.argsort(-candidates.scores, kind="stable")[:max_keypoints]
     selected = []
-    for features, matched in zip((features0, features1), first.T):
+    for features, matched in zip((features0, features1), candidates.indices[best].T):
         order = np.argsort(-rank_keypoints(features), kind="stable")
         # Fill up with the keypoints of highest rank.
         unmatched = order[~np.isin(order, matched)]

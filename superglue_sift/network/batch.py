@@ -173,7 +173,7 @@ def group_similar_sizes(counts: Sequence[Tuple[int, int]], padding: float) -> Li
         The indices of the pairs of each group, from the largest pair to the smallest.
     """
     groups: List[List[int]] = []
-    # Neighbours in this order have similar sizes.
+    # Neighbors in this order have similar sizes.
     for index in sorted(range(len(counts)), key=lambda index: -sum(counts[index])):
         pairs = [*groups[-1], index] if groups else [index]
         # The numbers of keypoints of all images 0, and of all images 1
@@ -204,7 +204,7 @@ def group_pairs(images0: Features, images1: Features) -> List[List[int]]:
 
 
 class Images:
-    """Say to which images the keypoints in one tensor (T, ...) belong, and which are padding.
+    """The images to which the keypoints in one tensor (T, ...) belong, and their masks.
 
     The tensor has the keypoints of several batches. Its parts are: images 0 of the first batch, its
     images 1, images 0 of the second batch, ... So the partners of the images in part i are the

@@ -72,10 +72,10 @@ def find_true_matches(
 ) -> Truth:
     """Find the true matches of B pairs from their homographies.
 
-    Keypoints match if they are mutual nearest neighbours and closer than `positive_px`. Other
+    Keypoints match if they are mutual nearest neighbors and closer than `positive_px`. Other
     keypoints are unmatched if they lie outside the other view, or `negative_px` or more from their
-    nearest neighbour. All others are ignored. Where a view also shows other photographs (`cells`),
-    their keypoints have no neighbours.
+    nearest neighbor. All others are ignored. Where a view also shows other photographs (`cells`),
+    their keypoints have no neighbors.
 
     Args:
         images0, images1: the images of the pairs, with M and N keypoints.
@@ -84,7 +84,7 @@ def find_true_matches(
             photograph that both show. Other photographs may lie outside the square. If None, each
             image shows one photograph only.
         positive_px: maximum error of a match, the larger one of both directions, in px.
-        negative_px: minimum distance from an unmatched keypoint to its nearest neighbour, in px.
+        negative_px: minimum distance from an unmatched keypoint to its nearest neighbor, in px.
 
     Returns:
         For each keypoint, (B, M) and (B, N), the index of its match, UNMATCHED or IGNORED.
@@ -106,7 +106,7 @@ def find_true_matches(
     # (B, M) and (B, N) -> (2, B, W)
     padded = ~torch.stack([pad(mask, (0, W - mask.shape[1])) for mask in masks])
     points, mapped, inside = _map_keypoints(images0, images1, H_0to1, cells, padded)
-    # Find the nearest neighbour of each keypoint in the other view, (2, B, W).
+    # Find the nearest neighbor of each keypoint in the other view, (2, B, W).
     error = torch.empty(inside.shape, dtype=torch.float32, device=device)
     nearest = torch.zeros(inside.shape, dtype=torch.int64, device=device)
     # On a CPU, take one pair at a time, so that its errors stay in the cache.
@@ -122,7 +122,7 @@ def find_true_matches(
         torch.min(squared, -2, out=(error[1, rows, :N], nearest[1, rows, :N]))
     error = sqrt(error)
     # Decide for each keypoint: match, unmatched or ignored. Two keypoints are mutual nearest
-    # neighbours if the nearest neighbour of the nearest neighbour is the keypoint itself.
+    # neighbors if the nearest neighbor of the nearest neighbor is the keypoint itself.
     itself = torch.arange(W, device=device)
     positive = (nearest.flip(0).gather(-1, nearest) == itself) & (error < positive_px)
     matches = torch.full_like(nearest, UNMATCHED).masked_fill_(

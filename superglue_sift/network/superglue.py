@@ -14,15 +14,15 @@ The network differs from the paper in these points:
 
 - Descriptors are RootSIFT (Arandjelovic 2012) or other unit vectors. A keypoint with two
   orientations gets the better one for the pair (`batch.choose_orientations`).
-- The encoder may also see each keypoint's nearest neighbour by descriptor in the other image
-  (`compute_neighbour_features`). Then the first layers need not search for candidates. They can
+- The encoder may also see each keypoint's nearest neighbor by descriptor in the other image
+  (`compute_neighbor_features`). Then the first layers need not search for candidates. They can
   compare how distinctive these are (Lowe's ratio, section 7.1), and whether other keypoints moved,
   rotated and scaled alike.
 - The encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
 - Self-attention may use relative positions by rotary embedding (`rotary`), which was published
   later.
 - Each residual branch starts at zero, and the projections start as the identity. So the untrained
-  network is the softmax nearest-neighbour matcher of its descriptors, from which training improves.
+  network is the softmax nearest-neighbor matcher of its descriptors, from which training improves.
 - The norm of hidden layers is LayerNorm (`norm: layer`), or the paper's BatchNorm (`norm: batch`).
   With LayerNorm a pair's result does not depend on the other pairs of the batch, is the same in
   training and in evaluation, and needs no communication between ranks.
@@ -82,7 +82,7 @@ DOUBTFUL_COSINE = 0.78
 # Typical scale of SIFT in images of 512x384 px. The inputs of the network are divided by it and by
 # TYPICAL_SCORE, so that they are of order one.
 TYPICAL_SCALE = 4.0
-NEIGHBOUR_FEATURES = 8  # Number of inputs of a keypoint from `compute_neighbour_features`
+NEIGHBOR_FEATURES = 8  # Number of inputs of a keypoint from `compute_neighbor_features`
 
 # Initial standard deviation of the frequencies of rotary positions, in radians over half an image
 FREQUENCY_DEVIATION = 2.0
@@ -105,7 +105,7 @@ class SuperGlueConfig:
     heads: int = 4  # heads of each attention layer
     norm: str = "layer"  # norm of hidden layers, "layer" or "batch"
     scale_angle: bool = True  # also encode SIFT's scale and angle
-    neighbours: bool = False  # also encode the nearest neighbour in the other image
+    neighbours: bool = False  # also encode the nearest neighbor in the other image
     rotary: bool = False  # use relative positions in self-attention
     sinkhorn_iterations: int = 100  # the same number in training and in matching
     extractor: str = "sift"  # name of the keypoint extractor (extractors.py)
@@ -228,7 +228,7 @@ class SuperGlue(nn.Module):
         descriptors = normalize_descriptors(keypoints.descriptors[:, 0], config.descriptor)
         inputs = [geometry]
         if config.neighbours:
-            inputs.append(compute_neighbour_features(descriptors, geometry, images))  # (T, 8)
+            inputs.append(compute_neighbor_features(descriptors, geometry, images))  # (T, 8)
         encoded = self.keypoint_encoder([torch.cat(inputs, -1).to(dtype)], images.valid)
         x = self.descriptor_projection(descriptors.to(dtype)) + encoded  # (T, D)
         # Rotations of queries and keys, (2, T, d / 2)
@@ -322,9 +322,9 @@ class SuperGlue(nn.Module):
 
 
 def _make_keypoint_encoder(config: SuperGlueConfig) -> MLP:
-    """Create the encoder of geometry and neighbours."""
-    # Inputs of a keypoint: `encode_geometry`, then `compute_neighbour_features`
-    width = (6 if config.scale_angle else 3) + NEIGHBOUR_FEATURES * config.neighbours
+    """Create the encoder of geometry and neighbors."""
+    # Inputs of a keypoint: `encode_geometry`, then `compute_neighbor_features`
+    width = (6 if config.scale_angle else 3) + NEIGHBOR_FEATURES * config.neighbours
     layers: List[nn.Module] = []
     for wider in ENCODER_WIDTHS:
         norm = NORMS[config.norm](wider, **FLOAT32)
@@ -344,7 +344,7 @@ def encode_geometry(keypoints: Features, scale_angle: bool) -> Tensor:
         (T, 6) with position (2 columns), log score, log scale, and cos and sin of the angle.
         Without `scale_angle`, (T, 3) with position and log score.
     """
-    # Positions are relative to the centre of the image, and from -1 to 1 along its longer side.
+    # Positions are relative to the center of the image, and from -1 to 1 along its longer side.
     # Images that were added by `pad_images` have size 0.
     size = keypoints.image_size
     longer = size.amax(-1, keepdim=True).clamp(min=1.0)
@@ -359,8 +359,8 @@ def encode_geometry(keypoints: Features, scale_angle: bool) -> Tensor:
 
 
 @torch.no_grad()
-def compute_neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) -> Tensor:
-    """Compute inputs of the encoder from each keypoint's nearest neighbour in the other image.
+def compute_neighbor_features(descriptors: Tensor, geometry: Tensor, images: Images) -> Tensor:
+    """Compute inputs of the encoder from each keypoint's nearest neighbor in the other image.
 
     Args:
         descriptors: unit descriptors of all keypoints, (T, D).
@@ -370,9 +370,9 @@ def compute_neighbour_features(descriptors: Tensor, geometry: Tensor, images: Im
     Returns:
         (T, 8). All are zero if the other image is empty. The columns are:
         - the distance of the descriptors,
-        - its ratio to the distance of the second nearest neighbour, 1 if there is none,
-        - whether both are mutual nearest neighbours,
-        - the position of the neighbour (2 columns),
+        - its ratio to the distance of the second nearest neighbor, 1 if there is none,
+        - whether both are mutual nearest neighbors,
+        - the position of the neighbor (2 columns),
         - the log ratio of the scales,
         - cos and sin of the angle between the orientations.
     """
@@ -385,37 +385,37 @@ def compute_neighbour_features(descriptors: Tensor, geometry: Tensor, images: Im
         unit0, unit1 = unit_descriptors[i : i + 2]
         cosines = torch.bmm(unit0, unit1.transpose(1, 2))  # (B, M, N)
         cosines.masked_fill_(~(mask0.unsqueeze(2) & mask1.unsqueeze(1)), -torch.inf)
-        for view, (nearest, distance, ratio, mutual) in enumerate(find_nearest_neighbours(cosines)):
+        for view, (nearest, distance, ratio, mutual) in enumerate(find_nearest_neighbors(cosines)):
             partner = i + 1 - view
-            # (B, N, 6) -> (B, M, 6): the geometry of each nearest neighbour
+            # (B, N, 6) -> (B, M, 6): the geometry of each nearest neighbor
             rows = nearest.unsqueeze(2).expand(-1, -1, 6)
-            neighbour_geometry = geometries[partner].gather(1, rows)
+            neighbor_geometry = geometries[partner].gather(1, rows)
             _, _, _, scale0, cos0, sin0 = geometries[i + view].unbind(2)
-            x1, y1, _, scale1, cos1, sin1 = neighbour_geometry.unbind(2)
+            x1, y1, _, scale1, cos1, sin1 = neighbor_geometry.unbind(2)
             turn = [cos0 * cos1 + sin0 * sin1, cos0 * sin1 - sin0 * cos1]
             columns = [distance, ratio, mutual.to(ratio.dtype), x1, y1, scale1 - scale0, *turn]
-            # In an image without keypoints the nearest neighbour is padding.
+            # In an image without keypoints the nearest neighbor is padding.
             occupied = images.masks[partner].any(1)[:, None, None]
             features.append(torch.stack(columns, 2).masked_fill(~occupied, 0.0))
     return images.join_images(features)
 
 
-def find_nearest_neighbours(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Find the nearest neighbour of each keypoint, for both images.
+def find_nearest_neighbors(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Find the nearest neighbor of each keypoint, for both images.
 
     Args:
         cosines: (B, M, N) between unit descriptors of both images, -inf for padding.
 
     Returns:
         For image 0 four tensors (B, M), and for image 1 the same (B, N):
-        - the index of the nearest neighbour in the other image,
+        - the index of the nearest neighbor in the other image,
         - the distance of the descriptors,
-        - its ratio to the distance of the second nearest neighbour, 1 if there is none,
-        - whether both are mutual nearest neighbours.
+        - its ratio to the distance of the second nearest neighbor, 1 if there is none,
+        - whether both are mutual nearest neighbors.
     """
     best0 = cosines.max(2)
     best1 = cosines.max(1)
-    neighbours = []
+    neighbors = []
     for matrix, (values, nearest), (_, back) in (
         (cosines, best0, best1),
         (cosines.transpose(1, 2), best1, best0),
@@ -429,8 +429,8 @@ def find_nearest_neighbours(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tenso
         distance, second_distance = sqrt((2.0 - 2.0 * both).clamp(min=1e-6)).unbind(0)
         ratio = (distance / second_distance.clamp(min=1e-6)).clamp(max=1.0)
         itself = torch.arange(nearest.shape[1], device=nearest.device)
-        neighbours.append((nearest, distance, ratio, back.gather(1, nearest) == itself))
-    return neighbours
+        neighbors.append((nearest, distance, ratio, back.gather(1, nearest) == itself))
+    return neighbors
 
 
 # Equations 3 to 5: attention between keypoints

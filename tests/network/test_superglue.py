@@ -157,7 +157,7 @@ def test_known_features_of_neighbours():
     geometry = torch.arange(7.0).double()[:, None].expand(-1, 6)
     images = Images([make_masks([count], count) for count in counts], [False] * 4)
     descriptors = torch.stack([angles.cos(), angles.sin()], 1)
-    found = superglue.compute_neighbour_features(descriptors, geometry, images)
+    found = superglue.compute_neighbor_features(descriptors, geometry, images)
     chord10, chord30, chord60 = (2 * math.sin(math.radians(each) / 2) for each in (10, 30, 60))
     # distance, ratio to the second, mutual, and the position of the neighbour, here its index
     expected = [
@@ -191,7 +191,7 @@ def test_a_neighbour_is_described_by_its_scale_and_its_turn():
     directions = torch.stack([angles.deg2rad().cos(), angles.deg2rad().sin()], 1)
     geometry = torch.cat([torch.zeros(2, 3).double(), scales[:, None], directions], 1)
     images = Images([make_masks([1], 1)] * 2, [False] * 2)
-    features = superglue.compute_neighbour_features(torch.ones(2, 1).double(), geometry, images)
+    features = superglue.compute_neighbor_features(torch.ones(2, 1).double(), geometry, images)
     turn = math.radians(70)
     expected = [
         [math.log(4), math.cos(turn), math.sin(turn)],
@@ -207,7 +207,7 @@ def test_padding_is_no_neighbour():
     descriptors = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
     geometry = torch.arange(4.0)[:, None].expand(-1, 6)
     images = Images([make_masks([1], 2)] * 2, [True] * 2)
-    found = superglue.compute_neighbour_features(descriptors, geometry, images)
+    found = superglue.compute_neighbor_features(descriptors, geometry, images)
     # distance, ratio to the second (there is none), mutual, and the index of the neighbour
     assert found[0, :4].tolist() == [2.0, 1.0, 1.0, 2.0]
     assert found[2, :4].tolist() == [2.0, 1.0, 1.0, 0.0]
