@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from made_scenes import TURN, write_model
 from PIL import Image
-from reading import read_error, read_json
+from reading import read_error, read_files, read_json
 
 from superglue_sift import Matcher, errors
 from superglue_sift.apps import cli
@@ -42,7 +42,6 @@ def work(tmp_path, photo, monkeypatch):
     cv2.imwrite("photos/c.png", photo)
     (tmp_path / "text.avi").write_text("hello")
     (tmp_path / "three.txt").write_text("a b.png c.png\n")
-    (tmp_path / "bytes.txt").write_bytes(b"\xff\x00\x81")
     return tmp_path
 
 
@@ -57,7 +56,7 @@ def test_two_images_give_a_picture_and_json(work, capsys):
     report = read_json(work / "new/m.json")
     matches = np.array(report["matches"])
     assert len(matches) > 30
-    assert f"of {len(matches)} matches fit one camera motion" in capsys.readouterr().out
+    assert f"{len(matches)} matches" in capsys.readouterr().out
     index0, index1 = matches[:, :2].T.astype(int)
     np.testing.assert_array_equal(np.array(report["matches0"])[index0], index1)
     np.testing.assert_array_equal(np.array(report["matching_scores0"])[index0], matches[:, 2])
@@ -71,11 +70,8 @@ def test_two_images_give_a_picture_and_json(work, capsys):
         ("a.png b.jpg --out m.png", "pair"),
         ("--no-refine a.png b.jpg", "pair"),
         ("pair a.png b.jpg", "pair"),
-        ("photos", "folder"),
         ("--resize 0 photos --out-dir results", "folder"),
         ("a.png b.jpg --out-dir=results", "folder"),
-        ("serve", "serve"),
-        ("list pairs.txt", "list"),
         ("--version", "--version"),
     ],
 )
@@ -85,14 +81,12 @@ def test_pair_and_folder_may_be_left_out(work, words, command):
     assert completed == words.split() or completed[1:] == words.split()
 
 
-def test_help_fits_a_screen_and_each_command_lists_its_options_only(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_a_command_lists_its_own_options_only(capsys):
     help_texts = {}
-    for command in ("", *cli.COMMANDS):
+    for command in cli.COMMANDS:
         with pytest.raises(SystemExit):
-            cli.main([*command.split(), "--help"])
+            cli.main([command, "--help"])
         help_texts[command] = capsys.readouterr().out
-    assert len(help_texts[""].splitlines()) <= 24
     for option, commands in {
         "--json": "pair",
         "--out-dir": "folder list",
@@ -122,45 +116,26 @@ def test_black_pixels_of_a_mask_give_no_keypoint(work, words):
 @pytest.mark.parametrize(
     ("words", "name"),
     [
-        # The command line
-        ("", "{pair,folder,list,database,serve}"),
-        ("--serve", "{pair,folder,list,database,serve}"),
-        ("a.png", "IMAGE"),
-        ("a.png b.png c.png", "c.png"),
-        ("photos", "--out-dir"),
-        ("serve --frame stored", "--frame"),
-        ("a.png b.png --out-dir x --out m.png", "--out"),
-        ("a.png b.jpg --resize big", "--resize"),
-        ("folder photos --out-dir x --camera-per lens", "--camera-per"),
-        # Settings
+        ("serve --frame stored", "--frame"),  # an option of other commands
+        ("a.png b.png --accept 0.3", "accept"),  # an option without effect
         ("a.png b.jpg --threshold 2", "threshold"),
-        ("a.png b.png --accept 0.3", "accept"),
-        ("a.png b.jpg --model nowhere.safetensors", "nowhere.safetensors"),
-        ("folder photos --out-dir x --k 0", "--k"),
-        ("database text.avi --k 0", "--k"),
         ("folder a.png b.jpg --out-dir x --model corners.safetensors", "corners:find"),
-        (
-            "folder a.png b.jpg --out-dir x --model corners.safetensors --extractor corners:find"
-            " --k 1",
-            "nearest",
-        ),
-        # Files
         ("a.png nowhere.png", "nowhere.png"),
         ("a.png b.jpg --out m.pdf", "pdf"),
+        ("list three.txt --out-dir x", "three.txt:1"),
+        # Files that a result would replace
         ("a.png b.png --out a.png", "a.png"),
         ("a.png b.jpg --json ./b.jpg", "b.jpg"),
-        ("folder nowhere --out-dir x", "nowhere"),
         ("folder photos --out-dir x --colmap text.avi", "text.avi"),
-        ("a.png b.jpg --masks photos", "photos"),
-        ("list three.txt --out-dir x", "three.txt:1"),
-        ("list bytes.txt --out-dir x", "bytes.txt"),
     ],
 )
 def test_wrong_requests_are_one_line_that_names_the_file_or_option(work, capfd, words, name):
-    if "--colmap" in words or "database" in words:
+    if "--colmap" in words:
         pytest.importorskip("pycolmap")
+    before = read_files(work)
     assert run(words) == 2
-    assert name in read_error(capfd) and not list(work.glob("x/*.npz"))
+    assert name in read_error(capfd)
+    assert read_files(work) == before
 
 
 @pytest.mark.parametrize(

