@@ -1,14 +1,13 @@
 """Map places with known cameras by COLMAP, from our matches and from COLMAP's own matches.
 
     python -m benchmarks.dev.scenes /data/strecha --cameras /data/strecha/cameras_gt.txt
-    python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --every 3 --ways superglue
+    python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --ways superglue
 
 Photographs are first reduced to 1,024 px. Every database is mapped by pycolmap. The ways to build a
 database are:
 
 - `superglue`: the command `superglue-match folder --colmap`
 - `colmap`: COLMAP's SIFT and its exhaustive matcher
-- `held`: the same as `colmap`, limited to 1,024 features
 - `stored`: COLMAP's SIFT, matched by `superglue-match database`
 
 The columns are:
@@ -43,7 +42,6 @@ from scipy.spatial.distance import pdist
 from scipy.spatial.transform import Rotation
 
 from pipeline import errors
-from pipeline.errors import RequestError
 from superglue_sift.features.images import read_gray, reduce_image
 from superglue_sift.geometry import two_view
 from superglue_sift.interop.colmap import CENTER
@@ -51,8 +49,7 @@ from superglue_sift.interop.colmap import CENTER
 WORK = Path("scenes")  # databases and models
 RIGHT_PX = 4.0  # from the true epipolar lines
 LONGER = 1024  # px, side of the photographs
-# Ways to build a database, and the maximum number of COLMAP's features of an image
-FEATURES = {"superglue": 0, "colmap": 8192, "held": 1024, "stored": 8192}
+WAYS = ("superglue", "colmap", "stored")
 MODEL = ["registered", "points", "track", "reprojection, px", "centers, cm", "%", "rotations"]
 CENTERS = MODEL.index("centers, cm")
 
@@ -75,17 +72,9 @@ Cameras = Dict[str, Camera]  # by the names of photographs
 
 
 def read_cameras(path: Path) -> Cameras:
-    """Read a text file with `name fx fy cx cy R(9) C(3)` in each line.
-
-    Raises:
-        RequestError: If a line has other columns.
-    """
-    try:
-        rows = pd.read_csv(path, sep=r"\s+", comment="#", header=None, index_col=0)
-        numbers = rows.to_numpy(float).reshape(len(rows), 16)
-    except ValueError as error:
-        needed = "a name, fx fy cx cy, nine of R, three of C in each line"
-        raise RequestError(f"--cameras {path}: needs {needed} ({error})") from None
+    """Read a text file with `name fx fy cx cy R(9) C(3)` in each line."""
+    rows = pd.read_csv(path, sep=r"\s+", comment="#", header=None, index_col=0)
+    numbers = rows.to_numpy(float).reshape(len(rows), 16)
     cameras = {}
     for name, (fx, fy, cx, cy, *pose) in zip(rows.index, numbers):
         K = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
@@ -100,20 +89,16 @@ def compute_fundamental(camera0: Camera, camera1: Camera) -> np.ndarray:
     return np.linalg.inv(camera1.K).T @ E @ np.linalg.inv(camera0.K)
 
 
-def write_scenes(images: Path, cameras: Path, only: str = "", every: int = 1) -> Dict[str, Cameras]:
+def write_scenes(images: Path, cameras: Path, only: str = "") -> Dict[str, Cameras]:
     """Write the reduced photographs of scenes below WORK.
 
     Args:
         images: folder of the photographs. castle_0007.jpg belongs to the scene castle.
         cameras: file of the cameras (`read_cameras`).
         only: a scene. If empty, all scenes are written.
-        every: each so many photographs are written.
 
     Returns:
         The cameras of each scene.
-
-    Raises:
-        RequestError: If there are no such photographs, or the file of cameras is wrong.
     """
     camera_of = read_cameras(cameras)
     scenes: Dict[str, List[str]] = {}
@@ -121,27 +106,24 @@ def write_scenes(images: Path, cameras: Path, only: str = "", every: int = 1) ->
         name = re.sub(r"[-_]?\d+\.\w+$", "", file)
         if (images / file).is_file() and only in ("", name):
             scenes.setdefault(name, []).append(file)
-    if not scenes:
-        raise RequestError(f"{images}: no photographs of {only or cameras}")
     written: Dict[str, Cameras] = {}
     for name, files in scenes.items():
-        title = name if every == 1 else f"{name} 1/{every}"
-        folder = find_photos(title)
+        folder = find_photos(name)
         folder.mkdir(parents=True, exist_ok=True)
-        written[title] = {}
-        for file in files[::every]:
+        written[name] = {}
+        for file in files:
             image = read_gray(images / file)
             small = reduce_image(image, LONGER)
             cv2.imwrite(str(folder / file), small, [cv2.IMWRITE_JPEG_QUALITY, 95])
             to_small = two_view.map_to_resized(image.shape[::-1], small.shape[::-1])
             camera = camera_of[file]
-            written[title][file] = camera._replace(K=to_small @ camera.K)
+            written[name][file] = camera._replace(K=to_small @ camera.K)
     return written
 
 
 def find_photos(scene: str) -> Path:
     """Return the folder of a scene's reduced photographs."""
-    return WORK / scene.replace("/", "-") / "photos"
+    return WORK / scene / "photos"
 
 
 def build_database(database: Path, photos: Path, way: str) -> None:
@@ -150,7 +132,7 @@ def build_database(database: Path, photos: Path, way: str) -> None:
     Args:
         database: the file.
         photos: folder of the photographs.
-        way: how, a key of FEATURES.
+        way: how, one of WAYS.
     """
     command = [sys.executable, "-m", "superglue_sift"]
     if way == "superglue":
@@ -160,10 +142,8 @@ def build_database(database: Path, photos: Path, way: str) -> None:
         return
     import pycolmap
 
-    features = pycolmap.FeatureExtractionOptions()
-    features.sift.max_num_features = FEATURES[way]
     cpu = pycolmap.Device.cpu
-    pycolmap.extract_features(database, photos, extraction_options=features, device=cpu)
+    pycolmap.extract_features(database, photos, device=cpu)
     if way == "stored":
         command += ["database", str(database)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -285,11 +265,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add("images", type=Path, metavar="DIR", help="photographs: the name of a scene and a number")
     add("--cameras", type=Path, required=True, help="`name fx fy cx cy R(9) C(3)` in each line")
     add("--only", default="", metavar="SCENE", help="this scene alone")
-    add("--every", type=int, default=1, metavar="N", help="each N-th photograph")
-    add("--ways", nargs="+", default=["superglue", "colmap", "held"], choices=list(FEATURES))
+    add("--ways", nargs="+", default=["superglue", "colmap"], choices=WAYS)
     add("--seeds", type=int, default=1, help="of mapping; shows the median error and its range")
     options = parser.parse_args(argv)
-    scenes = write_scenes(options.images, options.cameras, options.only, options.every)
+    scenes = write_scenes(options.images, options.cameras, options.only)
     # Each row of the Markdown table is printed as soon as it is measured.
     head = ["scene", "way", *MODEL, "pairs", "false", "seconds"]
     print("|", " | ".join(head), "|")

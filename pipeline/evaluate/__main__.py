@@ -121,8 +121,6 @@ def main(argv: Optional[List[str]] = None) -> int:
         raise RequestError(f"--threshold {args.threshold:g}: no match is above it; must be below 1")
     if args.short_side and is_held_out:
         raise RequestError("--short-side: only with --pairs or --poses")
-    if args.poses and (args.bound or args.estimators):
-        raise RequestError("--bound, --estimators: only for homographies, without --poses")
     names = args.estimators.split(",") if args.estimators else estimators.DEFAULT
     for name in names:
         if name not in estimators.ESTIMATORS:

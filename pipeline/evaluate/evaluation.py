@@ -68,8 +68,8 @@ def evaluate(
     for scores in all_scores:
         groups.setdefault(scores.images.condition, []).append(scores)
     if CALM not in groups:
-        first = ": ".join(bad_scenes[0])
-        raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
+        first = ": ".join(bad_scenes[0]) if bad_scenes else "there is none"
+        raise WorkError(f"no pair could be read of {len(source)} {source.unit}; the first: {first}")
     # Compute the metrics, with their intervals and differences.
     networks = list(matcher_set.networks)
     table, outcomes, values = tabulate(groups[CALM], networks)

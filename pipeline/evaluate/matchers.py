@@ -144,16 +144,9 @@ def load_matcher_function(name: str) -> MatchFunction:
     Returns:
         A function from a pair to its matches. It raises RequestError if the user's function returns
         anything else.
-
-    Raises:
-        RequestError: If there is no such function.
     """
     module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the user's code may raise anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise RequestError(f"--also {name}: {reason}") from error
+    function = getattr(importlib.import_module(module), attribute)
 
     def match(pair: FeaturePair) -> Matches:
         """Call the user's function on a pair, and check what it returns."""

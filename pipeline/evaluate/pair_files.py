@@ -151,8 +151,6 @@ def read_sequences(folder: Path) -> List[HPatchesSequence]:
     Raises:
         RequestError: If there is none, or if a sequence lacks a file.
     """
-    if not folder.is_dir():
-        raise RequestError(f"--pairs {folder}: no such folder")
     sequences = []
     for path in sorted(subfolder for subfolder, _ in walk_folders(folder)):
         files, homographies = read_sequence(path)
@@ -172,7 +170,8 @@ def read_sequence(path: Path) -> Tuple[List[Path], Dict[int, np.ndarray]]:
     """Return the images in a folder, image 1 first, and the homographies H_1_k by their number k.
 
     Raises:
-        RequestError: For an image without its homography, or a homography without its image.
+        RequestError: For two files of one number, an image without its homography, or a homography
+            without its image.
     """
     images: Dict[int, Path] = {}
     homographies: Dict[int, Path] = {}
@@ -275,8 +274,6 @@ def read_pairs(path: Path) -> List[Tuple[str, str, CameraPair]]:
         if not is_rigid_motion(T_0to1):
             raise RequestError(f"{place}: T_0to1 must have a rotation and the last row 0 0 0 1")
         pairs.append((words[0], words[1], CameraPair(K0, K1, T_0to1)))
-    if not pairs:
-        raise RequestError(f"--poses {path}: contains no pair")
     return pairs
 
 

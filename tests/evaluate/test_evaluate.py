@@ -175,7 +175,7 @@ def test_unreadable_and_tiny_images_are_counted_and_listed(work, photo, capsys):
     assert "no test images: using the validation images" in printed.err and "(val)" in printed.out
     write_image_set(work / "none", {}, "test", broken=["broken.jpg"])
     assert run(work, "--images", work / "none") == 1
-    assert "none of the 1 images could be read" in capsys.readouterr().err
+    assert "broken.jpg" in capsys.readouterr().err
 
 
 def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys, monkeypatch):
@@ -238,7 +238,6 @@ def test_ctrl_c_ends_the_evaluation_and_its_threads(work, monkeypatch, count):
         (["--out", __file__], "test_evaluate.py"),
         (["--estimators", "ransac,best"], "best"),
         (["--also", "nn=x"], "nn=x"),
-        (["--also", "mine=mine:missing"], "mine:missing"),
     ],
 )
 def test_wrong_request_is_one_line(work, capsys, options, name):
