@@ -1,5 +1,5 @@
-"""The ratio test: matches by the definition, second orientations, one match a keypoint; and which
-keypoints are selected for the network.
+"""The ratio test by its definition, second orientations, one match of a keypoint, and the selection
+of keypoints for the network.
 """
 
 import numpy as np
@@ -24,62 +24,61 @@ def make_features(*descriptors, scores=0.0):
 
 def plain_matches(rows0, rows1, limit):
     """Mutual nearest neighbours that pass both tests both ways, in the plainest way."""
-    distance = np.sqrt(np.maximum(2 - 2 * rows0 @ rows1.T, 0))
-    found = set()
-    for i, row in enumerate(distance):
+    distances = np.sqrt(np.maximum(2 - 2 * rows0 @ rows1.T, 0))
+    matches = set()
+    for i, row in enumerate(distances):
         j = int(row.argmin())
-        column = distance[:, j]
-        near = all(each[0] < limit * each[1] for each in (np.sort(row), np.sort(column)))
-        if column.argmin() == i and near and row[j] < limit:
-            found.add((i, j))
-    return found
+        column = distances[:, j]
+        passes = all(first < limit * second for first, second, *_ in map(np.sort, (row, column)))
+        if column.argmin() == i and passes and row[j] < limit:
+            matches.add((i, j))
+    return matches
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 600), st.integers(2, 40))
 def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
     rng = np.random.default_rng(seed)
-    one = rng.gamma(0.6, 40, (count0, 128)).clip(0, 255).astype(np.uint8)
-    copied = one[rng.integers(0, count0, count1)].astype(float)
-    other = (copied + rng.normal(0, rng.uniform(0, 40), copied.shape)).clip(0, 255).astype(np.uint8)
-    sides = [make_features(descriptors) for descriptors in (one, other)]
-    found = nearest.match_by_ratio(*sides)
-    indices, scores = found.indices, found.scores
-    rows = to_root_sift(one).astype(float), to_root_sift(other).astype(float)
-    matches = set(map(tuple, indices.tolist()))
+    descriptors0 = rng.gamma(0.6, 40, (count0, 128)).clip(0, 255).astype(np.uint8)
+    copies = descriptors0[rng.integers(0, count0, count1)].astype(float)
+    noise = rng.normal(0, rng.uniform(0, 40), copies.shape)
+    descriptors1 = (copies + noise).clip(0, 255).astype(np.uint8)
+    matches = nearest.match_by_ratio(make_features(descriptors0), make_features(descriptors1))
+    indices, scores = matches.indices, matches.scores
+    rows = [to_root_sift(descriptors).astype(float) for descriptors in (descriptors0, descriptors1)]
     # a ratio within rounding of the limit may fall on either side
     least, most = (plain_matches(*rows, limit) for limit in (0.8 - 1e-4, 0.8 + 1e-4))
-    assert least <= matches <= most
+    assert least <= set(map(tuple, indices.tolist())) <= most
     assert ((scores > 0.2 - 1e-3) & (scores <= 1)).all()
-    assert len(np.unique(indices[:, 0])) == len(np.unique(indices[:, 1])) == len(found)
+    assert len(np.unique(indices[:, 0])) == len(np.unique(indices[:, 1])) == len(matches)
 
 
 def test_the_second_orientation_matches_too():
     rng = np.random.default_rng(0)
-    one, other = rng.gamma(0.6, 40, (2, 50, 128)).clip(0, 255).astype(np.uint8)
-    second = np.zeros_like(other)
-    second[7] = one[3]
-    sides = make_features(one), make_features(other, second)
+    descriptors0, first = rng.gamma(0.6, 40, (2, 50, 128)).clip(0, 255).astype(np.uint8)
+    second = np.zeros_like(first)
+    second[7] = descriptors0[3]
+    sides = make_features(descriptors0), make_features(first, second)
     assert nearest.match_by_ratio(*sides).indices.tolist() == [[3, 7]]
-    alone = make_features(one[:1])
-    assert len(nearest.match_by_ratio(alone, alone)) == 0  # no ratio
+    single = make_features(descriptors0[:1])
+    assert len(nearest.match_by_ratio(single, single)) == 0  # no ratio
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), unique=True, max_size=30))
 def test_matches_that_share_an_end_are_dropped_in_either_order_of_the_images(matches):
     matches = np.array(matches, int).reshape(-1, 2)
     scores = np.random.default_rng(len(matches)).permutation(len(matches)) / 30
-    kept = set(nearest.find_one_to_one(*matches.T, scores))
-    assert kept == set(nearest.find_one_to_one(*matches[:, ::-1].T, scores))
+    remaining = set(nearest.find_one_to_one(*matches.T, scores))
+    assert remaining == set(nearest.find_one_to_one(*matches[:, ::-1].T, scores))
     for i in range(len(matches)):
         rivals = (matches == matches[i]).any(axis=1)
-        assert (i in kept) == (scores[i] == scores[rivals].max())
+        assert (i in remaining) == (scores[i] == scores[rivals].max())
 
 
 # Selection of keypoints
 
 
-def one_entry(entries, ranks):
-    """Keypoints whose descriptors have one entry each, so that others are at a right angle."""
+def make_orthogonal(entries, ranks):
+    """Keypoints with these nonzero entries of their descriptors: equal ones, or at right angles."""
     return make_features(255 * np.eye(128, dtype=np.uint8)[entries], scores=ranks)
 
 
@@ -88,21 +87,23 @@ def select(sides, most):
 
 
 def test_matched_keypoints_come_first_and_others_by_rank():
-    one = one_entry([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.2, 0.8, 0.7, 0.3])
-    other = one_entry([5, 9, 10, 0], [0.1, 0.3, 0.2, 0.4])
-    selected0, selected1 = select((one, other), 3)
+    sides = (
+        make_orthogonal([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.2, 0.8, 0.7, 0.3]),
+        make_orthogonal([5, 9, 10, 0], [0.1, 0.3, 0.2, 0.4]),
+    )
+    selected0, selected1 = select(sides, 3)
     # 0 and 5 are also in the other image; 1 has the best rank
     assert selected0.tolist() == [0, 1, 5]
     assert selected1.tolist() == [0, 1, 3]
-    selected0, selected1 = select((one, other), 6)  # no choice
+    selected0, selected1 = select(sides, 6)  # no choice
     assert selected0.tolist() == list(range(6)) and selected1.tolist() == list(range(4))
 
 
 @settings(max_examples=50)
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 40))
-def test_any_numbers_of_keypoints_in_either_order_of_the_images(count0, count1, most):
+def test_as_many_as_allowed_are_selected_in_either_order_of_the_images(count0, count1, most):
     rng = np.random.default_rng(count0)
-    sides = [one_entry(np.zeros(n, int), rng.random(n)) for n in (count0, count1)]
+    sides = [make_orthogonal(np.zeros(n, int), rng.random(n)) for n in (count0, count1)]
     for side in sides:
         side.descriptors[:] = rng.integers(0, 256, side.descriptors.shape)
     selected = select(sides, most)
