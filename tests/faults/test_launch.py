@@ -56,12 +56,16 @@ def end(process):
     return process.returncode, out
 
 
+def count_points(bench):
+    """Return how many points of the loss MLflow has."""
+    query = "SELECT count(*) FROM metrics WHERE key = 'train/loss'"
+    return bench.store.execute(query).fetchone()[0]
+
+
 def wait_for_a_step(bench, process):
     """Wait until MLflow has a point of the training. Fails if the process ends before."""
-    query = "SELECT 1 FROM metrics WHERE key = 'train/loss'"
-    has_point = lambda: bench.store.execute(query).fetchone()  # noqa: E731
-    wait_until(lambda: has_point() or process.poll() is not None, PATIENCE)
-    assert has_point(), process.communicate()[0]
+    wait_until(lambda: count_points(bench) or process.poll() is not None, PATIENCE)
+    assert count_points(bench), process.communicate()[0]
 
 
 LONG = (("steps", 100000), ("val_every", 1000), ("save_every", 1000))
@@ -89,9 +93,8 @@ def test_nohup_keeps_a_training_when_the_terminal_is_closed(bench):
     ranks = [child.pid for child in psutil.Process(process.pid).children()]
     for pid in (process.pid, *ranks):
         os.kill(pid, signal.SIGHUP)
-    log = bench.folder / "run-r/log.jsonl"
-    points = log.read_text().count("train/loss")
-    wait_until(lambda: log.read_text().count("train/loss") > points + 5, PATIENCE)
+    points = count_points(bench)
+    wait_until(lambda: count_points(bench) > points + 5, PATIENCE)
     process.send_signal(signal.SIGTERM)
     assert end(process)[0] == 143
 
