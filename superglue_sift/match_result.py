@@ -1,7 +1,7 @@
 """Hold the matches of two images, fit geometries to them, and draw them.
 
 Positions are in pixels of the files. The limits of inliers were chosen in images of about
-`two_view.REFERENCE_PX`, and are multiplied for larger files (`two_view.reduction_factor`).
+`two_view.REFERENCE_PX`, and are multiplied for larger files (`two_view.compute_reduction_factor`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 import numpy as np
 
 from superglue_sift.drawing import Panel, Picture, draw_panels, write_legend
-from superglue_sift.features.extraction import Image, load_photo
+from superglue_sift.features.extraction import Image, load_photo_for_drawing
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import STORED, UPRIGHT, Photo
 from superglue_sift.geometry import refinement, two_view
@@ -301,7 +301,7 @@ class MatchResult:
             >>> fit = MatchResult(
             ...     keypoints0, keypoints1, matches, (500, 500), (500, 500)
             ... ).fit_fundamental()
-            >>> distances = two_view.epipolar_distances(fit.model, keypoints0, keypoints1)
+            >>> distances = two_view.compute_epipolar_distances(fit.model, keypoints0, keypoints1)
             >>> bool(distances.max() < 0.1), fit.supported
             (True, True)
         """
@@ -330,7 +330,7 @@ class MatchResult:
     @property
     def _limit_factors(self) -> Tuple[float, float]:
         """Return px of each file per px of the image for which limits were chosen."""
-        factor0, factor1 = map(two_view.reduction_factor, (self.size0, self.size1))
+        factor0, factor1 = map(two_view.compute_reduction_factor, (self.size0, self.size1))
         return factor0, factor1
 
     def estimate_relative_pose(
@@ -379,7 +379,7 @@ class MatchResult:
         else:
             E = np.cross(np.eye(3), t) @ R
             F = np.linalg.inv(K1).T @ E @ np.linalg.inv(K0)
-            is_near = two_view.epipolar_distances(F, *points, factors) <= FIT_PX
+            is_near = two_view.compute_epipolar_distances(F, *points, factors) <= FIT_PX
         sample = ROTATION_SAMPLE if t is None else MIN_ESSENTIAL
         limit = FIT_PX * factors[1]
         supported = two_view.is_supported(is_near, limit, self.size1, sample, t is not None)
@@ -477,4 +477,5 @@ class MatchResult:
             matched if image is None else image
             for matched, image in zip(self.images, (image0, image1))
         ]
-        return load_photo(images[0], self.frame), load_photo(images[1], self.frame)
+        photo0, photo1 = (load_photo_for_drawing(image, self.frame) for image in images)
+        return photo0, photo1

@@ -208,7 +208,7 @@ def _keep_near_lines(
     F: np.ndarray, matches: Matches, keypoints: Points, limit_px: float, factors: Factors
 ) -> Matches:
     """Keep the matches at most `limit_px` from their epipolar lines in both images."""
-    distances = two_view.epipolar_distances(F, *matches.get_points(keypoints), factors)
+    distances = two_view.compute_epipolar_distances(F, *matches.get_points(keypoints), factors)
     return matches.select(distances <= limit_px)
 
 

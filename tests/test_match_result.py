@@ -44,7 +44,7 @@ def test_geometry_does_not_depend_on_the_resolution_of_a_file(is_refined, factor
         np.testing.assert_array_equal(fit.inliers, expected.inliers)
         assert expected.inliers[:150].mean() > 0.95 and fit.supported
     H = two_view.compose(two_view.inverse(to_file), large.fit_homography().model, to_file)
-    assert two_view.corner_error(H, small.fit_homography().model, SIZE) < 0.01
+    assert two_view.compute_corner_error(H, small.fit_homography().model, SIZE) < 0.01
     K = np.array([[900.0, 0, 512], [0, 900, 384], [0, 0, 1]])
     expected = small.estimate_relative_pose(K, K)
     pose = large.estimate_relative_pose(to_file @ K, to_file @ K)

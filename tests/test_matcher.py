@@ -20,7 +20,7 @@ from PIL import Image
 from superglue_sift import Features, Matcher, RequestError, torch_compat
 from superglue_sift.features.images import read_gray, reduce_image
 from superglue_sift.geometry import two_view
-from superglue_sift.geometry.two_view import epipolar_distances, transform
+from superglue_sift.geometry.two_view import compute_epipolar_distances, transform
 from superglue_sift.network.weights import save_model_file
 
 
@@ -145,7 +145,7 @@ def test_the_resolution_of_a_file_does_not_change_its_matches(shared_data, side)
     # in pixels of the file
     F = expected.fit_fundamental().model
     there = (found.points1 + 0.5) * (second.shape[1] / side) - 0.5
-    assert np.median(epipolar_distances(F, found.points0, there)) < 0.5
+    assert np.median(compute_epipolar_distances(F, found.points0, there)) < 0.5
 
 
 def test_one_image_against_many_computes_its_features_once(matcher, photo, turned, monkeypatch):

@@ -140,7 +140,7 @@ def test_photographs_of_one_place_are_accepted_and_of_two_places_are_not(strecha
     assert len(result.matches) > 850  # 917; the network alone finds 474
     pair = [cameras[name] for name in NAMES[:2]]
     F = benchmark.compute_fundamental(*pair)
-    distances = two_view.epipolar_distances(F, result.points0, result.points1)
+    distances = two_view.compute_epipolar_distances(F, result.points0, result.points1)
     assert (distances < 4).mean() > 0.95
     pose = result.estimate_relative_pose(*(camera.K for camera in pair))
     error = pose.R @ pair[0].R @ pair[1].R.T

@@ -228,7 +228,7 @@ def count_pairs(database: Path, cameras: Cameras) -> Tuple[int, int]:
                 for key, index in zip(keys, matches.T)
             )
             verified += 1
-            false += bool((two_view.epipolar_distances(F, *both) <= RIGHT_PX).mean() < 0.5)
+            false += bool((two_view.compute_epipolar_distances(F, *both) <= RIGHT_PX).mean() < 0.5)
     return verified, false
 
 

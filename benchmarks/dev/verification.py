@@ -48,7 +48,13 @@ from superglue_sift import Matcher, scene
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import read_gray
 from superglue_sift.geometry import verification
-from superglue_sift.geometry.two_view import Size, compose, epipolar_distances, inverse, transform
+from superglue_sift.geometry.two_view import (
+    Size,
+    compose,
+    compute_epipolar_distances,
+    inverse,
+    transform,
+)
 from superglue_sift.progress import Progress
 
 Random = np.random.Generator
@@ -235,7 +241,7 @@ def extract_real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterato
         pair = features0, features1
         if place0 == place1:
             F = scenes.compute_fundamental(camera0, camera1)
-            yield place0, place0, pair, functools.partial(epipolar_distances, F)
+            yield place0, place0, pair, functools.partial(compute_epipolar_distances, F)
         else:
             yield place0, "across", pair, lambda points0, _: np.full(len(points0), np.inf)
 

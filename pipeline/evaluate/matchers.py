@@ -173,6 +173,6 @@ def match_baselines(pair: FeaturePair) -> Dict[str, Matches]:
     Its threshold selects those that count, as the threshold of a network does.
     """
     # All three baselines share one product of the descriptors.
-    neighbors, is_mutual = nearest.match_nearest(*map(nearest.unit_descriptors, pair))
+    neighbors, is_mutual = nearest.match_nearest(*map(nearest.compute_unit_descriptors, pair))
     mutual = neighbors.select(is_mutual)
     return {"nn": neighbors, "mutual_nn": mutual, RATIO_TEST: mutual}

@@ -168,7 +168,7 @@ def compute_errors(
             is_enough = len(scores) >= two_view.MIN_POINTS
             H = estimators.ESTIMATORS[name](points) if is_enough else None
             size = labeled_pair.pair[0].image_size
-            yield name, is_refined, two_view.corner_error(H, truth, size)  # pyright: ignore
+            yield name, is_refined, two_view.compute_corner_error(H, truth, size)  # pyright: ignore
 
 
 def score_pair(

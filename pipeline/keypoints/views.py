@@ -31,9 +31,9 @@ from superglue_sift.features.images import BadImage
 from superglue_sift.geometry.two_view import (
     Size,
     compose,
-    corners,
+    compute_jacobians,
+    get_corners,
     inverse,
-    jacobians,
     map_to_resized,
     through_four_points,
     transform,
@@ -173,7 +173,7 @@ def sample_mild_view(rng: np.random.Generator, image_size: Size, view_size: Size
     """
     largest = compute_largest_crop_scale(image_size, view_size)
     scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
-    quad = corners(view_size) - corners(view_size).mean(0)
+    quad = get_corners(view_size) - get_corners(view_size).mean(0)
     return _move_into_image(rng, quad * scale, image_size, view_size)
 
 
@@ -197,7 +197,7 @@ def _try_to_sample_view(
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
     rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-    outline = corners(view_size) - corners(view_size).mean(0)
+    outline = get_corners(view_size) - get_corners(view_size).mean(0)
     quad = _map_linearly(outline + shift * np.array(view_size), rotation)
     if limits.tilt_deg > 0.0:
         quad = _map_linearly(
@@ -210,7 +210,7 @@ def _try_to_sample_view(
     # much as the limits allow.
     max_scale = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
     min_scale = (
-        compute_magnification(through_four_points(quad, corners(view_size)), view_size).max()
+        compute_magnification(through_four_points(quad, get_corners(view_size)), view_size).max()
         / limits.max_upscale
     )
     if min_scale > max_scale:
@@ -258,7 +258,7 @@ def _move_into_image(
     margin = np.maximum(last - (high - low), 0.0)
     position = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
     moved = np.clip(quad - low + margin * position, 0.0, last)
-    return through_four_points(moved, corners(view_size))
+    return through_four_points(moved, get_corners(view_size))
 
 
 def _is_convex(quad: np.ndarray) -> bool:
@@ -280,7 +280,7 @@ def compute_magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
         H: (3, 3), from the image to the view.
         view_size: width and height of the view in px.
     """
-    J = jacobians(H, transform(corners(view_size), inverse(H)))
+    J = compute_jacobians(H, transform(get_corners(view_size), inverse(H)))
     # (4, 2, 2): the larger singular value of each 2x2 matrix, in closed form
     (a, b), (c, d) = J.transpose(1, 2, 0)
     larger = np.hypot(a + d, c - b) + np.hypot(a - d, b + c)
@@ -308,7 +308,7 @@ def render(
     """
     H = H_image_to_view
     # View pixels per image pixel: the shoelace formula gives the area of the view in the image.
-    x, y = transform(corners(view_size), inverse(H)).T
+    x, y = transform(get_corners(view_size), inverse(H)).T
     area = 0.5 * abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
     scale = float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
     # Reduce the image first, so that its areas are averaged. H is then from the reduced image.

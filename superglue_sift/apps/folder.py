@@ -187,7 +187,7 @@ def match_folder(
     needs_all = matcher.rules is not None or colmap is not None
     rows = []
     matched_pairs = match_pairs(store, photo_pairs, done)
-    with _one_core_per_pair(store), contextlib.closing(matched_pairs), database as add_pair:
+    with _use_one_core_per_pair(store), contextlib.closing(matched_pairs), database as add_pair:
         for pair, result in matched_pairs:
             if result is not None:
                 files.write(pair, result)
@@ -332,7 +332,7 @@ def match_pairs(
     """
     matcher = store.matcher
     # Only refinement needs pixels.
-    read_features = store.with_pixels if matcher.refines else store
+    read_features = store.read_with_pixels if matcher.refines else store
     # A batch keeps the GPU busy, or all workers of a CPU.
     on_gpu = matcher.device.startswith("cuda")
     size = BATCH_ON_GPU if on_gpu else PAIRS_OF_A_WORKER * matcher.workers
@@ -351,7 +351,7 @@ def match_pairs(
 
 
 @contextlib.contextmanager
-def _one_core_per_pair(store: FeatureStore) -> Iterator[None]:
+def _use_one_core_per_pair(store: FeatureStore) -> Iterator[None]:
     """Match one pair per core on a CPU, and give torch its threads back at the end."""
     threads = torch.get_num_threads()
     store.matcher = store.matcher.use_one_core_per_pair()

@@ -96,7 +96,7 @@ class FeatureStore:
         """
         return self._features(photo)
 
-    def with_pixels(self, photo: PhotoFile) -> Features:
+    def read_with_pixels(self, photo: PhotoFile) -> Features:
         """Return the features of a photograph, with the gray pixels for refinement.
 
         Raises:

@@ -21,7 +21,7 @@ from superglue_sift.features.images import (
     convert_pil,
     count_gray_levels,
     read_mask,
-    read_photo,
+    read_photo_for_drawing,
     reduce_image,
 )
 from superglue_sift.files import FileName
@@ -119,7 +119,7 @@ def enlarge_image(gray: np.ndarray, longer: int) -> np.ndarray:
     # A large image stays as it is.
     if times <= 1:
         return gray
-    size = two_view.reduced_size(gray.shape[1::-1], 1 / times)
+    size = two_view.compute_reduced_size(gray.shape[1::-1], 1 / times)
     return cv2.resize(gray, size, interpolation=cv2.INTER_CUBIC)
 
 
@@ -145,8 +145,8 @@ def to_gray(
     return pixels if is_gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY), mask
 
 
-def load_photo(image: Image, frame: str) -> Photo:
-    """Read or convert an image, to draw coordinates of `frame` on it.
+def load_photo_for_drawing(image: Image, frame: str) -> Photo:
+    """Read or convert an image, upright, with the map to it from coordinates of `frame`.
 
     Arrays and tensors are assumed to be upright.
 
@@ -154,7 +154,7 @@ def load_photo(image: Image, frame: str) -> Photo:
         RequestError: If it cannot be read.
     """
     if isinstance(image, (str, Path)):
-        return read_photo(image, frame)
+        return read_photo_for_drawing(image, frame)
     return Photo(_convert_to_opencv(image)[0], np.eye(3))
 
 

@@ -28,7 +28,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from superglue_sift.errors import RequestError
 from superglue_sift.files import FileName
-from superglue_sift.geometry.two_view import Size, reduced_size, reduction_factor
+from superglue_sift.geometry.two_view import Size, compute_reduced_size, compute_reduction_factor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG2000", "AVIF", "HEIF")
 MAX_PIXELS = 200_000_000  # More could exceed a worker's memory
@@ -115,8 +115,8 @@ def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
     return decode_gray(read_bytes(path), str(path), frame)
 
 
-def read_photo(path: FileName, frame: str) -> Photo:
-    """Read a file in color and upright, to draw coordinates of `frame` on it.
+def read_photo_for_drawing(path: FileName, frame: str) -> Photo:
+    """Read a file in color and upright, with the map to it from coordinates of `frame`.
 
     Raises:
         RequestError: If the file is missing or damaged.
@@ -455,10 +455,10 @@ def reduce_image(pixels: np.ndarray, longer: int) -> np.ndarray:
     If `longer` is 0, return them unchanged.
     """
     size = pixels.shape[1::-1]
-    factor = reduction_factor(size, longer)
+    factor = compute_reduction_factor(size, longer)
     if factor == 1:
         return pixels
-    return cv2.resize(pixels, reduced_size(size, factor), interpolation=cv2.INTER_AREA)
+    return cv2.resize(pixels, compute_reduced_size(size, factor), interpolation=cv2.INTER_AREA)
 
 
 def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

@@ -32,7 +32,7 @@ ROUNDING = 1e-6  # Error of 1 - cosine, so that two copies of a descriptor are e
 SELECTING_RATIO = 0.95
 
 
-def unit_descriptors(features: Features) -> np.ndarray:
+def compute_unit_descriptors(features: Features) -> np.ndarray:
     """Return the first descriptor of each keypoint, (N, D) float32 of length 1.
 
     For SIFT it is RootSIFT.
@@ -61,7 +61,7 @@ def match_nearest(descriptors0: np.ndarray, descriptors1: np.ndarray) -> Tuple[M
     nearest, cosine, second, rival = find_two_nearest(descriptors0, descriptors1)
     ratio = np.ones(len(descriptors0), np.float32)
     if len(descriptors1) > 1:
-        ratio = distance_ratio(cosine, second)
+        ratio = compute_distance_ratios(cosine, second)
     indices = np.stack([np.arange(len(descriptors0)), nearest], axis=1)
     return Matches(indices, 1.0 - ratio), cosine >= rival
 
@@ -111,7 +111,7 @@ def find_two_nearest(
     return nearest, cosine, second, rival
 
 
-def distance_ratio(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
+def compute_distance_ratios(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Compute the ratio (n,) of the distances to the two nearest neighbors from their cosines.
 
     For unit vectors, |a - b|^2 = 2 - 2 cos.
@@ -136,7 +136,7 @@ def match_by_ratio(features0: Features, features1: Features, ratio: float = RATI
     if min(len(descriptors0), len(descriptors1)) < 2:
         return Matches.none()
     nearest, cosine, second, rival = find_two_nearest(descriptors0, descriptors1)
-    ratios = distance_ratio(cosine, np.maximum(second, rival))
+    ratios = compute_distance_ratios(cosine, np.maximum(second, rival))
     # A row that is not the nearest of its neighbor has an infinite rival, so its ratio is large.
     passes = (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratios < ratio)
     # Convert rows, one for each orientation, to keypoints.
@@ -150,7 +150,7 @@ def _describe_orientations(features: Features) -> Tuple[np.ndarray, np.ndarray]:
     Returns:
         The descriptors (m, D) float32, and the index (m,) int64 of the keypoint of each.
     """
-    descriptors = unit_descriptors(features)
+    descriptors = compute_unit_descriptors(features)
     keypoint = np.arange(len(descriptors))
     if features.descriptors.shape[1] > 1:
         second = features.descriptors[:, 1]

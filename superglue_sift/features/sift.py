@@ -122,7 +122,7 @@ def estimate_sift_scale(features: Features, resize: int) -> float:
     """
     if features.sift_scale is not None:
         return features.sift_scale
-    factor = two_view.reduction_factor(features.image_size, resize)
+    factor = two_view.compute_reduction_factor(features.image_size, resize)
     if features.is_sift and len(features.scales):
         factor = max(1.0, min(factor, float(features.scales.min()) / MIN_SCALE))
     return 1.0 / factor

@@ -11,7 +11,7 @@ from typing import Tuple, Union
 
 import numpy as np
 
-from superglue_sift.geometry.two_view import fit_fundamental, fit_homography, jacobians
+from superglue_sift.geometry.two_view import compute_jacobians, fit_fundamental, fit_homography
 
 Points = Tuple[np.ndarray, np.ndarray]  # Positions in both images, px
 
@@ -46,7 +46,7 @@ def fit_local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarra
     # On one plane the Jacobian of the homography is more exact than a fit to neighbors.
     maps = fit_affine_maps(points0, points1, inlier_mask)
     if H is not None and is_planar.sum() >= PLANAR * inlier_mask.sum():
-        maps[is_planar] = jacobians(H, points0[is_planar])
+        maps[is_planar] = compute_jacobians(H, points0[is_planar])
     return maps
 
 

@@ -12,8 +12,8 @@ from superglue_sift.geometry.two_view import (
     MAD_TO_DEVIATION,
     SUPPORTED_DIGITS,
     SUPPORTED_PART,
+    compute_significance,
     inverse,
-    significance,
     to_homogeneous,
     transform,
 )
@@ -45,7 +45,7 @@ def estimate_relative_pose(
     all inliers. For identical images, and for a camera that only rotates, the direction t of the
     translation cannot be known, since any t fits. So t is None if two things hold: a rotation
     explains most inliers, and the other matches agree with t no more often than by chance
-    (`significance`).
+    (`compute_significance`).
 
     Args:
         points0, points1: (K, 2) px.
@@ -130,7 +130,7 @@ def _explain_by_rotation(
         chances = 2 / math.pi * np.arcsin(noise / shift[has_moved])
         agreeing = int((from_line[has_moved] <= noise).sum())
         chance = float(chances.mean())
-        digits = significance(int(has_moved.sum()), agreeing, chance, MIN_ESSENTIAL)
+        digits = compute_significance(int(has_moved.sum()), agreeing, chance, MIN_ESSENTIAL)
         if digits >= SUPPORTED_DIGITS:
             return None
     return R, None, is_rotated

@@ -265,7 +265,7 @@ class _RefinedMatches:
         for view in self.views:
             positions, level = view.sample_positions(self.offsets)
             samples = view.read(view.to_grid(positions, level))
-            energies.append(gradient_energy(samples, self.weight))
+            energies.append(compute_gradient_energy(samples, self.weight))
             usable = usable & view.contains(positions, level) & (energies[-1] > 0)
         ratios = torch.log(energies[0] / energies[1])[usable]
         return float(ratios.median()) if len(ratios) else 0.0
@@ -296,8 +296,8 @@ class _RefinedMatches:
         is_inside = view0.contains(positions0, level0)
         is_inside &= view1.contains(positions1 + shift[:, None], level1)
         correlation = correlation.masked_fill(~is_inside, float("nan"))
-        plain = template.deviation(correlation)
-        deviation = template.deviation(correlation, self.blur / 2.0**level)
+        plain = template.compute_deviation(correlation)
+        deviation = template.compute_deviation(correlation, self.blur / 2.0**level)
         succeeded = (
             (correlation > MIN_CORRELATION)
             & (moved.norm(dim=1) < FARTHEST)
@@ -497,7 +497,7 @@ class Template:
         correlation = (sums[:, 2] / spread).masked_fill(flat, float("nan"))
         return multiply_vectors(self.inverse, sums[:, :2] / spread[:, None]), correlation
 
-    def deviation(self, correlation: Tensor, blur: float = 0.0) -> Tensor:
+    def compute_deviation(self, correlation: Tensor, blur: float = 0.0) -> Tensor:
         """Compute the standard deviation of the shift along each axis, (n,) in samples.
 
         Args:
@@ -555,7 +555,7 @@ def compute_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
     return square[:, 1:-1, 1:-1].flatten(1), x, y
 
 
-def gradient_energy(samples: Tensor, weight: Tensor) -> Tensor:
+def compute_gradient_energy(samples: Tensor, weight: Tensor) -> Tensor:
     """Compute gradient energy over variance (n,) of patches (n, (SIDE + 2)^2).
 
     It is 0 for flat patches.

@@ -6,7 +6,7 @@ element, because the sums of matrix products and LAPACK's inverses depend on the
 
 The functions that fit take points in pixels of the files. Limits were chosen in images of about
 REFERENCE_PX, so a larger file passes a factor by which its limits are multiplied
-(`reduction_factor`).
+(`compute_reduction_factor`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _map_unit_square(quad: np.ndarray) -> np.ndarray:
     )
 
 
-def jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
+def compute_jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Compute the derivatives (N, 2, 2) of a homography H (3, 3) at points (N, 2)."""
     mapped = transform(points, H)
     depth = points[:, 0] * H[2, 0] + points[:, 1] * H[2, 1] + H[2, 2]
@@ -145,7 +145,7 @@ def map_to_resized(before: Tuple[float, float], after: Tuple[float, float]) -> n
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])
 
 
-def reduction_factor(size: Size, longer: int = REFERENCE_PX) -> float:
+def compute_reduction_factor(size: Size, longer: int = REFERENCE_PX) -> float:
     """Compute how many times larger than the reduced image an image is, 1 or more.
 
     Args:
@@ -156,12 +156,12 @@ def reduction_factor(size: Size, longer: int = REFERENCE_PX) -> float:
     return max(1.0, max(size) / longer) if longer else 1.0
 
 
-def reduced_size(size: Size, factor: float) -> Size:
+def compute_reduced_size(size: Size, factor: float) -> Size:
     """Return the size in whole pixels, at least 1, of an image of `size` reduced by `factor`."""
     return max(1, round(size[0] / factor)), max(1, round(size[1] / factor))
 
 
-def corners(size: Size) -> np.ndarray:
+def get_corners(size: Size) -> np.ndarray:
     """Return the centers of the corner pixels of an image of `size` (width, height).
 
     Returns:
@@ -172,7 +172,9 @@ def corners(size: Size) -> np.ndarray:
     return np.array([[0, 0], [right, 0], [right, bottom], [0, bottom]], dtype=np.float64)
 
 
-def corner_error(H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Size) -> float:
+def compute_corner_error(
+    H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Size
+) -> float:
     """Compute the mean distance in px of image 0's corners mapped by both homographies.
 
     SuperGlue, section 5.1, measures homographies by this error.
@@ -184,7 +186,7 @@ def corner_error(H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Si
     """
     if H_estimated is None:
         return math.inf
-    points = corners(size)
+    points = get_corners(size)
     errors = transform(points, H_estimated) - transform(points, H_true)
     error = float(np.linalg.norm(errors, axis=-1).mean())
     return error if math.isfinite(error) else math.inf
@@ -210,12 +212,12 @@ def is_supported(
     area = 2 * limit_px * math.hypot(*size) if is_line else math.pi * limit_px**2
     chance = min(area / (size[0] * size[1]), 0.5)
     count = int(inliers.sum())
-    if significance(len(inliers), count, chance, sample) < SUPPORTED_DIGITS:
+    if compute_significance(len(inliers), count, chance, sample) < SUPPORTED_DIGITS:
         return False
     return count >= SUPPORTED_PART * len(inliers)
 
 
-def significance(count: int, inliers: int, chance: float, sample: int) -> float:
+def compute_significance(count: int, inliers: int, chance: float, sample: int) -> float:
     """Compute the digits s of the probability 10^-s that wrong matches have so many inliers.
 
     If all matches are wrong, some choice of `sample` matches has so many inliers in one of 10^s
@@ -324,7 +326,7 @@ def fit_ransac(
     # Fit the model of the best sample to all of its inliers.
     H = refine_homography(H, points0, points1, threshold_px, deviations, factor)
     inliers = points0[_find_inliers(H, points0, points1, threshold_px * factor)]
-    return None if compute_mirrored_fraction(jacobians(H, inliers)) > 0.5 else H
+    return None if compute_mirrored_fraction(compute_jacobians(H, inliers)) > 0.5 else H
 
 
 def refine_homography(
@@ -393,7 +395,7 @@ def _minimize(
         return (transform(p0, complete(entries)) - p1).ravel() * weights
 
     def derivatives(entries: np.ndarray) -> np.ndarray:
-        return _derivatives_by_entries(complete(entries), p0) * weights[:, None]
+        return _differentiate_by_entries(complete(entries), p0) * weights[:, None]
 
     solution = least_squares(
         distances,
@@ -407,7 +409,7 @@ def _minimize(
     return complete(solution.x)
 
 
-def _derivatives_by_entries(H: np.ndarray, points: np.ndarray) -> np.ndarray:
+def _differentiate_by_entries(H: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Compute the derivatives (2 N, 8) of mapped points (N, 2) by the first eight entries of H."""
     mapped = transform(points, H)
     depth = points @ H[2, :2] + H[2, 2]
@@ -453,7 +455,7 @@ def fit_fundamental(
         >>> depths = np.linspace(1, 5, 50)
         >>> points1 = points0 + np.column_stack([100 / depths, np.zeros(50)])  # a step to the left
         >>> F, inliers = fit_fundamental(points0, points1)
-        >>> bool(epipolar_distances(F, points0, points1).max() < 0.1), int(inliers.sum())
+        >>> bool(compute_epipolar_distances(F, points0, points1).max() < 0.1), int(inliers.sum())
         (True, 50)
     """
     no_fit = None, np.zeros(len(points0), bool)
@@ -473,7 +475,7 @@ def fit_fundamental(
     return to_unit1 @ F @ to_unit0, mask.ravel() > 0
 
 
-def epipolar_distances(
+def compute_epipolar_distances(
     F: np.ndarray,
     points0: np.ndarray,
     points1: np.ndarray,

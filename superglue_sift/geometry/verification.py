@@ -30,8 +30,8 @@ import numpy as np
 
 from superglue_sift.geometry.local_maps import Points, fit_maps_around
 from superglue_sift.geometry.two_view import (
+    compute_epipolar_distances,
     compute_mirrored_fraction,
-    epipolar_distances,
     fit_fundamental,
 )
 
@@ -83,7 +83,7 @@ def measure_evidence(
     nothing = np.zeros(len(WEIGHTS))
     if F is None:
         return nothing
-    distances = epipolar_distances(F, *points, factors)
+    distances = compute_epipolar_distances(F, *points, factors)
     maps, is_predicted = predict_by_neighbors(_keep(points, distances <= BAND_PX), factors)
     # Local maps that reverse orientation show a mirror image.
     if compute_mirrored_fraction(maps) > 0.5:
@@ -93,7 +93,7 @@ def measure_evidence(
     other_inliers = 0
     other_F = fit_fundamental(*others, INLIER_PX, factors)[0]
     if other_F is not None:
-        is_near = epipolar_distances(other_F, *others, factors) <= BAND_PX
+        is_near = compute_epipolar_distances(other_F, *others, factors) <= BAND_PX
         other_inliers = predict_by_neighbors(_keep(others, is_near), factors)[1].sum()
     log_ratio = math.log((is_predicted.sum() + SMOOTHING) / (other_inliers + SMOOTHING))
     return np.array([log_ratio, _measure_support(F, ratio_points, ratio_scores, factors)])
@@ -143,7 +143,7 @@ def _measure_support(F: np.ndarray, points: Points, scores: np.ndarray, factors:
         scores: (k,), their weights.
         factors: multiply the limits, one for each image.
     """
-    is_inlier = epipolar_distances(F, *points, factors) <= BAND_PX
+    is_inlier = compute_epipolar_distances(F, *points, factors) <= BAND_PX
     count = int(is_inlier.sum())
     if not count or len(scores) <= NEIGHBORS:
         return PRIOR_SUPPORT
@@ -178,4 +178,4 @@ def find_refined_inliers(points0: np.ndarray, points1: np.ndarray, factors: Fact
     F = fit_fundamental(points0, points1, REFINED_PX, factors)[0]
     if F is None:
         return np.ones(len(points0), bool)
-    return epipolar_distances(F, points0, points1, factors) <= REFINED_PX
+    return compute_epipolar_distances(F, points0, points1, factors) <= REFINED_PX

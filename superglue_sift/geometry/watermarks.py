@@ -16,7 +16,7 @@ from typing import Iterator, Sequence, Tuple
 
 import numpy as np
 
-from superglue_sift.geometry.two_view import Size, reduction_factor
+from superglue_sift.geometry.two_view import Size, compute_reduction_factor
 
 SAME_PX = 1.5  # Translations of one watermark differ by at most this
 EXPECTED_PX = 10.0  # A watermark has one of the expected translations, up to this distance
@@ -48,7 +48,7 @@ def find_watermarks(
     points = [xy[index] for xy, index in zip(keypoints, matches.T)]
     for mark in _find_translations(points[0], points[1], sizes):
         areas = [
-            _relative_area(matched[mark], xy, size)
+            _compute_relative_area(matched[mark], xy, size)
             for matched, xy, size in zip(points, keypoints, sizes)
         ]
         if min(areas) < SPREAD:
@@ -74,7 +74,7 @@ def lie_on_mark(points: np.ndarray, mark: np.ndarray, sizes: Sequence[Size]) -> 
 
     if not len(mark):
         return np.zeros(len(points), bool)
-    limit = AROUND_PX * max(map(reduction_factor, sizes))
+    limit = AROUND_PX * max(map(compute_reduction_factor, sizes))
     return KDTree(mark).query(points, distance_upper_bound=limit)[0] < np.inf
 
 
@@ -91,7 +91,7 @@ def _find_translations(
         sizes: (width, height) of both images in px.
     """
     size0, size1 = map(np.array, sizes)
-    factor = max(map(reduction_factor, sizes))
+    factor = max(map(compute_reduction_factor, sizes))
     anchors = np.array(list(itertools.product((0, 0.5, 1), repeat=2)))
     # The size of a watermark is the same in pixels, or relative to the longer side.
     for scale in dict.fromkeys((1.0, max(size1) / max(size0))):
@@ -133,7 +133,7 @@ def _share_translation(shifts: np.ndarray, expected: np.ndarray, factor: float) 
     return is_same if alone and is_same.sum() >= MIN_MATCHES else none
 
 
-def _relative_area(mark: np.ndarray, keypoints: np.ndarray, size: Size) -> float:
+def _compute_relative_area(mark: np.ndarray, keypoints: np.ndarray, size: Size) -> float:
     """Compare the area over which `mark` (k, 2) scatters with the area of all keypoints (n, 2).
 
     An area is the square root of the determinant of the covariance. Keypoints at the border do not

@@ -99,9 +99,9 @@ def create_database(
     _import_photographs(partial, root, list(names.values()), CAMERAS[camera_per])
     yield add_pair
     refined = refine_keypoints(keypoints, pairs, store) if refine else keypoints
-    with _pycolmap().Database.open(str(partial)) as database:
+    with _import_pycolmap().Database.open(str(partial)) as database:
         entries = {
-            photo: _write_keypoints(database, names[photo], store(photo).move(positions))
+            photo: _write_features(database, names[photo], store(photo).move(positions))
             for photo, positions in refined.items()
         }
         for photo0, photo1, result in pairs:
@@ -113,14 +113,14 @@ def create_database(
                 # Keep the matches on whose refined positions all pairs agree.
                 points0 = refined[photo0][result.matches[:, 0]]
                 points1 = refined[photo1][result.matches[:, 1]]
-                factors = _limit_factor(result.size0), _limit_factor(result.size1)
+                factors = _compute_limit_factor(result.size0), _compute_limit_factor(result.size1)
                 result = result.select(find_refined_inliers(points0, points1, factors))
             if len(result.matches):
                 _write_pair(database, entry0, entry1, result.matches)
     replace_file(partial, path)
 
 
-def _pycolmap() -> Any:
+def _import_pycolmap() -> Any:
     """Import pycolmap. Raises RequestError if it is not installed."""
     return import_extra("pycolmap", "colmap")
 
@@ -137,7 +137,7 @@ def _import_photographs(database: Path, root: Path, names: List[str], mode: str)
     Raises:
         RequestError: If COLMAP cannot read a photograph.
     """
-    pycolmap = _pycolmap()
+    pycolmap = _import_pycolmap()
     level = pycolmap.logging.minloglevel
     pycolmap.logging.minloglevel = ONLY_ERRORS
     pycolmap.Database.open(str(database)).close()  # The importer needs an existing file.
@@ -153,7 +153,7 @@ def _import_photographs(database: Path, root: Path, names: List[str], mode: str)
         raise RequestError(f"{unread[0]}{count}: {reason}; {fix}")
 
 
-def _write_keypoints(database: Any, name: str, features: Features) -> ImageEntry:
+def _write_features(database: Any, name: str, features: Features) -> ImageEntry:
     """Write the keypoints of an image, and its descriptors if they are SIFT; return its entry."""
     image = database.read_image_with_name(name)
     to_stored = map_to_upright(invert_orientation(features.turned), features.image_size)
@@ -165,15 +165,15 @@ def _write_keypoints(database: Any, name: str, features: Features) -> ImageEntry
         # COLMAP keeps its own SIFT as RootSIFT in bytes.
         roots = to_root_sift(features.descriptors[:, 0])
         rows = np.minimum(np.rint(512.0 * roots), 255).astype(np.uint8)
-        sift = _pycolmap().FeatureExtractorType.SIFT
-        descriptors = _pycolmap().FeatureDescriptors(sift, rows)
+        sift = _import_pycolmap().FeatureExtractorType.SIFT
+        descriptors = _import_pycolmap().FeatureDescriptors(sift, rows)
         database.write_descriptors(image.image_id, descriptors)
     return image.image_id, database.read_camera(image.camera_id), points.astype(np.float64)
 
 
 def _write_pair(database: Any, entry0: ImageEntry, entry1: ImageEntry, matches: np.ndarray) -> None:
     """Write matches (K, 2) of two images, and their geometry if COLMAP verifies it."""
-    pycolmap = _pycolmap()
+    pycolmap = _import_pycolmap()
     id0, camera0, points0 = entry0
     id1, camera1, points1 = entry1
     matches = matches.astype(np.uint32)
@@ -205,10 +205,10 @@ def refine_keypoints(
     # `refine_tracks` numbers the photographs.
     numbers = {photo: number for number, photo in enumerate(keypoints)}
     matched_pairs = (
-        (result, store.with_pixels(photo0), store.with_pixels(photo1))
+        (result, store.read_with_pixels(photo0), store.read_with_pixels(photo1))
         for photo0, photo1, result in pairs
     )
-    factors = [_limit_factor(store(photo).image_size) for photo in numbers]
+    factors = [_compute_limit_factor(store(photo).image_size) for photo in numbers]
     # After Ctrl-C, the closed generator starts no further pair.
     with contextlib.closing(store.matcher.refine_batch(matched_pairs)) as results:
         shown = Progress(results, total=len(pairs), desc="refining", unit="pairs")
@@ -221,9 +221,9 @@ def refine_keypoints(
     return dict(zip(numbers, refined))
 
 
-def _limit_factor(size: two_view.Size) -> float:
+def _compute_limit_factor(size: two_view.Size) -> float:
     """Return px of a file of this size per px of the image for which limits were chosen."""
-    return two_view.reduction_factor(size, RESIZE)
+    return two_view.compute_reduction_factor(size, RESIZE)
 
 
 # --- a database that exists
@@ -254,7 +254,7 @@ class DatabaseFeatures:
         """
         self.path = path
         self.max_keypoints = max_keypoints
-        pycolmap = _pycolmap()
+        pycolmap = _import_pycolmap()
         if not path.is_file():
             raise RequestError(f"{path}: no such database; {EXTRACT_FIRST}")
         # pycolmap does not report that another program holds the lock for writing.

@@ -15,7 +15,7 @@ from superglue_sift import Matcher, errors
 from superglue_sift.apps import cli
 from superglue_sift.features import images
 from superglue_sift.features.images import STORED, UPRIGHT
-from superglue_sift.geometry.two_view import corner_error
+from superglue_sift.geometry.two_view import compute_corner_error
 
 # An extractor of two keypoints with nine numbers each
 CORNERS = """
@@ -60,7 +60,7 @@ def test_two_images_give_a_picture_and_json(work, capsys):
     index0, index1 = matches[:, :2].T.astype(int)
     np.testing.assert_array_equal(np.array(report["matches0"])[index0], index1)
     np.testing.assert_array_equal(np.array(report["matching_scores0"])[index0], matches[:, 2])
-    assert corner_error(np.array(report["H_0to1"]), TURN, (600, 400)) < 3
+    assert compute_corner_error(np.array(report["H_0to1"]), TURN, (600, 400)) < 3
     assert cv2.imread("new/m.png").shape[1] > 1200
 
 

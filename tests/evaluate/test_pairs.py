@@ -15,7 +15,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluate import pair_files, pairs
 from pipeline.evaluate.pair_files import HPatchesPairs
 from pipeline.fetch import dataset
-from superglue_sift.geometry.two_view import corners, transform
+from superglue_sift.geometry.two_view import get_corners, transform
 
 SIZE = (320, 240)
 
@@ -24,7 +24,7 @@ SIZE = (320, 240)
 @given(seed=st.integers(0, 99), zoom=st.floats(1.0, 8.0))
 def test_zoomed_part_lies_inside_and_has_its_magnification(seed, zoom):
     H = pairs.draw_zoom(np.random.default_rng(seed), SIZE, zoom)
-    inside = transform(corners(SIZE), np.linalg.inv(H))
+    inside = transform(get_corners(SIZE), np.linalg.inv(H))
     assert (inside >= -1e-6).all() and (inside <= np.array(SIZE) - 1 + 1e-6).all()
     assert np.ptp(inside, axis=0) == pytest.approx((np.array(SIZE) - 1) / zoom)
 

@@ -16,7 +16,7 @@ def test_maps_are_those_of_a_homography_though_most_matches_are_wrong():
     points0, points1 = rng.uniform(0, 300, (2, 180, 2))
     points1[:60] = two_view.transform(points0[:60], TURN)
     maps = local_maps.fit_local_maps(points0, points1, np.zeros((180, 2, 2)))
-    np.testing.assert_allclose(maps[:60], two_view.jacobians(TURN, points0[:60]), atol=1e-3)
+    np.testing.assert_allclose(maps[:60], two_view.compute_jacobians(TURN, points0[:60]), atol=1e-3)
 
 
 def test_too_few_matches_have_the_fallback():

@@ -21,7 +21,7 @@ def least_squares(points0, points1):
 
 
 def compute_error(estimated_H):
-    return two_view.corner_error(estimated_H, H, SIZE)
+    return two_view.compute_corner_error(estimated_H, H, SIZE)
 
 
 def make_exact_matches(seed, count=200):
@@ -47,8 +47,8 @@ def test_a_resized_image_has_its_corner_at_minus_one_half():
 
 def test_corner_error_of_a_shift():
     shift = np.array([[1, 0, 3.0], [0, 1, 4.0], [0, 0, 1]])
-    assert two_view.corner_error(shift, np.eye(3), (640, 480)) == pytest.approx(5.0)
-    assert two_view.corner_error(None, np.eye(3), (640, 480)) == math.inf
+    assert two_view.compute_corner_error(shift, np.eye(3), (640, 480)) == pytest.approx(5.0)
+    assert two_view.compute_corner_error(None, np.eye(3), (640, 480)) == math.inf
 
 
 # OpenCV's framework for RANSAC takes points as float32: 2e-5 px at 300, some hundred times that
@@ -84,7 +84,7 @@ def test_a_homography_does_not_depend_on_the_size_of_the_files(factor):
     np.testing.assert_array_equal(inliers, expected)
     to_file = np.diag([factor, factor, 1])
     small_H = two_view.compose(two_view.inverse(to_file), file_H, to_file)
-    assert two_view.corner_error(small_H, expected_H, SIZE) < 0.01
+    assert two_view.compute_corner_error(small_H, expected_H, SIZE) < 0.01
 
 
 def test_ransac_ends_close_though_some_true_matches_lie_far_off(root):
@@ -155,13 +155,15 @@ def test_a_fundamental_matrix_of_files_of_any_size(factors):
     points1[is_wrong] = rng.uniform(0, (639, 479), (60, 2))
     files = points0 * factors[0], points1 * factors[1]
     F, inliers = two_view.fit_fundamental(*files, 1.5, factors)
-    distances = two_view.epipolar_distances(F, *files, factors)
+    distances = two_view.compute_epipolar_distances(F, *files, factors)
     assert inliers[~is_wrong].mean() > 0.97 and inliers[is_wrong].mean() < 0.1
     assert np.median(distances[~is_wrong]) < 0.4
     # Lines and distances of the same matrix in the small images
     to_files = [np.diag([factor, factor, 1]) for factor in factors]
     small_F = to_files[1] @ F @ to_files[0]
-    np.testing.assert_allclose(two_view.epipolar_distances(small_F, points0, points1), distances)
+    np.testing.assert_allclose(
+        two_view.compute_epipolar_distances(small_F, points0, points1), distances
+    )
 
 
 def test_degenerate_matches_at_which_opencv_fails_have_no_geometry():
@@ -177,10 +179,10 @@ def test_degenerate_matches_at_which_opencv_fails_have_no_geometry():
 
 def test_significance_is_the_bound_of_the_binomial_tail():
     # 57 of 57: 50 beyond the sample, each by chance 0.01, among C(57, 7) = 264385836 choices
-    digits = two_view.significance(57, 57, 0.01, 7)
+    digits = two_view.compute_significance(57, 57, 0.01, 7)
     assert digits == pytest.approx(100 - math.log10(264385836))
-    assert two_view.significance(4, 4, 0.01, 4) == 0  # four matches always fit
-    assert two_view.significance(500, 12, 0.01, 7) == 0
+    assert two_view.compute_significance(4, 4, 0.01, 4) == 0  # four matches always fit
+    assert two_view.compute_significance(500, 12, 0.01, 7) == 0
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,7 @@ def test_keypoints_of_photographs_of_different_sizes_are_refined_alike():
         def __call__(self, photo):
             return features_at(keypoints[photo], sizes[photo])
 
-        with_pixels = __call__
+        read_with_pixels = __call__
 
     pairs = [(0, 1, result)]
     positions = colmap.refine_keypoints(dict(enumerate(keypoints)), pairs, Store())

@@ -12,7 +12,7 @@ from made_scenes import places_shown
 from pipeline.keypoints import views
 from pipeline.keypoints.views import MAX_UPSCALE, make_generator, sample_mild_view, sample_view
 from superglue_sift.features.images import BadImage
-from superglue_sift.geometry.two_view import corners, jacobians, transform
+from superglue_sift.geometry.two_view import compute_jacobians, get_corners, transform
 
 sides = st.integers(1, 12).map(lambda n: 32 * n)
 limits = st.builds(
@@ -34,14 +34,14 @@ def check_view(H, image_size, view_size, max_upscale=MAX_UPSCALE):
     """Inside the image, convex, the same way round, magnified within the bound, at corners and
     between.
     """
-    quad = transform(corners(view_size), np.linalg.inv(H))
+    quad = transform(get_corners(view_size), np.linalg.inv(H))
     assert quad.min() >= -1e-6 and (quad <= np.array(image_size) - 1 + 1e-6).all()
     edges = np.roll(quad, -1, axis=0) - quad
     after = np.roll(edges, -1, axis=0)
     assert (edges[:, 0] * after[:, 1] - edges[:, 1] * after[:, 0] > 0).all()
     x, y = np.meshgrid(np.linspace(0, view_size[0] - 1, 5), np.linspace(0, view_size[1] - 1, 5))
     inside = transform(np.stack([x, y], -1).reshape(-1, 2), np.linalg.inv(H))
-    scales = np.linalg.svd(jacobians(H, inside), compute_uv=False)
+    scales = np.linalg.svd(compute_jacobians(H, inside), compute_uv=False)
     assert scales.max() <= max_upscale * (1 + 1e-6)
 
 
@@ -83,7 +83,9 @@ def test_views_of_more_difficulty_spread_further():
             sample_view(make_generator(0, "a", i), (640, 480), (512, 384), USUAL, difficulty)
             for i in range(60)
         ]
-        quads = np.array([transform(corners((512, 384)), np.linalg.inv(view)) for view in views])
+        quads = np.array(
+            [transform(get_corners((512, 384)), np.linalg.inv(view)) for view in views]
+        )
         return quads.std(axis=0).mean()
 
     assert spread(0.0) < 1e-9 < spread(0.2) < spread(0.6) < spread(1.0)
