@@ -80,9 +80,7 @@ def load_networks(
             )
         networks[OURS] = dataclasses.replace(ours, extractor=extractors.load_extractor(needed))
     # Threads match several pairs at a time.
-    for network in networks.values():
-        network.use_one_core_per_pair()
-    return networks
+    return {name: network.use_one_core_per_pair() for name, network in networks.items()}
 
 
 def has_equal_weights(network: Matcher, other: Matcher) -> bool:

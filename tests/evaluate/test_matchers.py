@@ -9,6 +9,7 @@ from made_scenes import write_model
 from pipeline.errors import RequestError
 from pipeline.evaluate import matchers
 from pipeline.evaluate.matchers import OURS
+from superglue_sift.environment import count_usable_cores
 from superglue_sift.features import nearest, sift
 from superglue_sift.features.descriptors import to_root_sift
 
@@ -59,6 +60,12 @@ def test_model_file_is_read_once(tmp_path, monkeypatch):
     files = {OURS: write_model(tmp_path / "a.safetensors")}
     network = matchers.load_networks(files, "cpu", {}, "sift", [])[OURS]
     assert paths == [files[OURS]] and network.info["step"] == 7
+
+
+def test_each_core_matches_a_pair(tmp_path):
+    files = {OURS: write_model(tmp_path / "a.safetensors")}
+    network = matchers.load_networks(files, "cpu", {}, "sift", [])[OURS]
+    assert network.workers == count_usable_cores()
 
 
 @pytest.mark.parametrize(
