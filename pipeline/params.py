@@ -1,7 +1,8 @@
 """Load params.yaml, and check the types and limits of its keys.
 
-`presets/sample.yaml` explains each key. A key has no default, so that DVC sees every value that a
-result depends on. All sections are checked, so that a misspelt key of the last stage is reported
+`presets/sample.yaml` explains each key. A key of a stage has no default, so that DVC sees every
+value that a result depends on. Only `train.model` and `train.augmentation` have those of their
+classes. All sections are checked, so that a misspelt key of the last stage is reported
 before the first stage runs.
 """
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pipeline.errors import RequestError
 from superglue_sift import environment
 from superglue_sift.errors import Parser
+from superglue_sift.network.config import Architecture
 
 # Types of numbers that several keys have
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -28,9 +30,9 @@ KeypointCount = Annotated[int, Field(ge=1, le=16384)]
 
 
 class Section(BaseModel):
-    """Base of all sections: strict types, no unknown keys, immutable."""
+    """Base of all sections: no unknown keys, immutable."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 # Keys that choose among the user's own images
@@ -132,6 +134,36 @@ class RunParams(Section):
     save_every: CountOrZero = 0
 
 
+class Augmentation(Section):
+    """How much the keypoints of pairs are changed. By default they are not.
+
+    Attributes:
+        keypoint_drop: largest fraction of a view's keypoints to leave out.
+        rotation_deg: largest rotation of each view either way. The canvas grows to hold the view.
+        negatives: fraction of pairs from different images, which have no match.
+        min_keypoints: each view keeps its first n keypoints, with n log-uniform from here to
+            `train.max_keypoints`. If 0, n is that limit.
+        zoom: fraction of pairs with one view that is shrunk and surrounded by views of other
+            images.
+        zoom_far: fraction of the zoomed pairs whose view shrinks more.
+        score_drop: fraction of pairs whose keypoints all get one score.
+    """
+
+    keypoint_drop: float = Field(default=0.0, ge=0.0, le=0.9)
+    rotation_deg: float = Field(default=0.0, ge=0.0, le=180.0)
+    negatives: Fraction = 0.0
+    min_keypoints: CountOrZero = 0
+    zoom: Fraction = 0.0
+    zoom_far: Fraction = 0.0
+    score_drop: Fraction = 0.0
+
+    @model_validator(mode="after")
+    def _check_zoom(self) -> Augmentation:
+        if self.zoom_far and not self.zoom:
+            raise ValueError(f"zoom_far = {self.zoom_far}: has no effect when zoom is 0")
+        return self
+
+
 class TrainParams(Section):
     """The section `train`, which has everything that decides the weights."""
 
@@ -139,21 +171,8 @@ class TrainParams(Section):
     batch: int = Field(ge=1, le=65536)
     steps: Count
     max_keypoints: KeypointCount
-    min_keypoints: CountOrZero
-    # Augmentation
-    keypoint_drop: float = Field(ge=0.0, le=0.9)
-    rotation_deg: float = Field(ge=0.0, le=180.0)
-    negatives: Fraction
-    zoom: Fraction
-    zoom_far: Fraction
-    score_drop: Fraction
-    # The network
-    dim: int = Field(ge=8, le=1024)
-    layers: int = Field(ge=1, le=64)
-    heads: int = Field(ge=1, le=64)
-    norm: Literal["layer", "batch"]
-    neighbours: bool
-    rotary: bool
+    augmentation: Augmentation
+    model: Architecture
     # The optimizer, its learning rate, and the average of the last weights
     optimizer: Literal["adam", "muon", "sgd"]
     lr: float = Field(gt=0.0, le=10.0)
@@ -162,7 +181,6 @@ class TrainParams(Section):
     decay_start: CountOrZero
     average: CountOrZero
     # How a step is computed
-    sinkhorn_iterations: int = Field(ge=1, le=1000)
     precision: Literal["auto", "portable", "float32", "bfloat16", "float16"]
     # What it starts from, and how the best weights are chosen
     init_from: str
@@ -172,28 +190,18 @@ class TrainParams(Section):
     seed: Seed
 
     @model_validator(mode="after")
-    def _check_heads(self) -> TrainParams:
-        """Check that the heads divide the width of the network."""
-        # Each head has the same number of channels, which rotary embedding takes in pairs.
-        if self.dim % self.heads:
-            raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
-        if self.rotary and self.dim // self.heads % 2:
-            raise ValueError(
-                f"rotary = True: needs an even dim / heads, not {self.dim // self.heads}"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_effects(self) -> TrainParams:
         """Reject values that another key makes useless: they train something else than is meant."""
-        # The first key of each row has the second as its limit.
-        for name, limit_name in (
-            ("min_keypoints", "max_keypoints"),
-            ("warmup_steps", "steps"),
-            ("average", "steps"),
+        for name, value, limit_name, limit in (
+            ("warmup_steps", self.warmup_steps, "steps", self.steps),
+            ("average", self.average, "steps", self.steps),
+            (
+                "augmentation.min_keypoints",
+                self.augmentation.min_keypoints,
+                "max_keypoints",
+                self.max_keypoints,
+            ),
         ):
-            value = getattr(self, name)
-            limit = getattr(self, limit_name)
             if value > limit:
                 raise ValueError(f"{name} = {value}: must be at most {limit_name} ({limit})")
         # The decay comes after the warm-up, and wsd is a decay that ends with the last step.
@@ -206,8 +214,6 @@ class TrainParams(Section):
             raise ValueError(
                 f"decay_start = {start}: must be below steps ({self.steps}) when schedule is 'wsd'"
             )
-        if self.zoom_far and not self.zoom:
-            raise ValueError(f"zoom_far = {self.zoom_far}: has no effect when zoom is 0")
         return self
 
 
@@ -243,10 +249,10 @@ class Params(Section):
                 " what a view stores"
             )
         # Reject `run` settings that would change the result.
-        if self.run.checkpoint_layers and self.train.norm == "batch":
+        if self.run.checkpoint_layers and self.train.model.norm == "batch":
             raise ValueError(
-                "run.checkpoint_layers = true: needs train.norm: layer (running statistics would"
-                " move twice)"
+                "run.checkpoint_layers = true: needs train.model.norm: layer (running statistics"
+                " would move twice)"
             )
         if self.run.compile and self.train.precision == "portable":
             raise ValueError(

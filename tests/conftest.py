@@ -94,10 +94,10 @@ def make_params():
     changed.
 
     A training starts from no weights, is in float32 on every machine, and has a warm-up of at most
-    its steps. A nested section is changed key by key:
+    its steps. Keys of `nest` may stand in `train`. A nested section is changed key by key:
     `make_params("keypoints", views={"homography": {"scale_min": 0.8}})`.
     """
-    from made_params import file_of
+    from made_params import file_of, nest
 
     from pipeline import params
 
@@ -114,7 +114,7 @@ def make_params():
         if section == "train":
             changes = {"init_from": "", "precision": "float32", **changes}
             warmup = min(tree[section]["warmup_steps"], changes.get("steps", 10**9))
-            changes = {"warmup_steps": warmup, **changes}
+            changes = nest({"warmup_steps": warmup, **changes})
         if section != "views" and "views" in changes:
             tree["views"] = changed(tree["views"], changes.pop("views"))
         tree[section] = changed(tree[section], changes)

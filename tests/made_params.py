@@ -1,14 +1,17 @@
 """A params.yaml from whole sections, which tests change by the name of any field."""
 
 import copy
+import dataclasses
 import functools
 import io
 from pathlib import Path
 
+from pydantic import Field
 from reading import read_yaml
 from ruamel.yaml import YAML
 
-from pipeline.params import RunParams
+from pipeline.params import Augmentation, RunParams
+from superglue_sift.network.config import Architecture
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,6 +26,9 @@ def keys_of(section, name):
         keys[full] = field
         if hasattr(field.annotation, "model_fields"):
             keys.update(keys_of(field.annotation, full))
+        if dataclasses.is_dataclass(field.annotation):
+            inner = dataclasses.fields(field.annotation)
+            keys.update({f"{full}.{entry.name}": Field(entry.default) for entry in inner})
     return keys
 
 
@@ -31,14 +37,27 @@ def sample():
     return read_yaml(ROOT / "presets/sample.yaml")
 
 
+def nest(train):
+    """A section `train` whose keys of the network and of the augmentation may stand at its top."""
+    nested = {
+        "augmentation": set(Augmentation.model_fields),
+        "model": {field.name for field in dataclasses.fields(Architecture)},
+    }
+    section = {key: value for key, value in train.items() if key not in set.union(*nested.values())}
+    for name, keys in nested.items():
+        section[name] = {**train.get(name, {}), **{key: train[key] for key in keys & {*train}}}
+    return section
+
+
 def file_of(sections):
     """The tree of a whole file: the sample preset with these sections in place of its own.
 
-    The views stand in one place. Keys of `run` may stand in `train`.
+    The views stand in one place. Keys of `run`, and those of `nest`, may stand in `train`.
     """
     tree = copy.deepcopy(sample())
     tree.update({name: dict(values) for name, values in sections.items()})
     tree["run"] = {**sample()["run"], **tree["run"]}
+    tree["train"] = nest(tree["train"])
     for name in set(tree["train"]) & set(RunParams.model_fields):
         tree["run"][name] = tree["train"].pop(name)
     if "train" not in sections and "keypoints" in sections:

@@ -18,6 +18,7 @@ weights. Without --images there are no weights.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -133,10 +134,10 @@ def write_params(
         "keypoints.max_keypoints": 512,
         "keypoints.views_per_image": 12,
         "train.batch": 64,
-        "train.layers": 9,
+        "train.model.layers": 9,
         "train.optimizer": "adam",
         "train.max_keypoints": 512,
-        "train.neighbours": False,
+        "train.model.neighbours": False,
         "train.steps": 100,
         "train.val_every": 100,
         "train.val_pairs": 8,
@@ -170,8 +171,8 @@ def write_preset(folder: Path, preset: str, changes: Dict[str, Any]) -> None:
     """
     tree = YAML(typ="safe", pure=True).load(presets.read_preset(preset))
     for name, value in changes.items():
-        section, key = name.split(".")
-        tree[section][key] = value
+        *path, key = name.split(".")
+        functools.reduce(dict.get, path, tree)[key] = value
     write_atomic(folder / "params.yaml", json.dumps(tree, indent=1))  # JSON is YAML, too.
     params.load(folder / "params.yaml")
 

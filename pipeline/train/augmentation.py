@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Optional, Sequence, Tuple
 
 import numpy as np
 
 from pipeline.keypoints.store import EVERYWHERE, View
-from pipeline.params import TrainParams
+from pipeline.params import Augmentation
 from superglue_sift.features.features import TYPICAL_SCORE, Features
 from superglue_sift.features.sift import rank_keypoints
 from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
@@ -38,130 +38,110 @@ _VIEW = 2
 _ZOOM = 3
 _SCORE = 4
 
-
-class Augmentation(NamedTuple):
-    """How much the keypoints of pairs are changed. By default they are not.
-
-    Attributes:
-        keypoint_drop: largest fraction of a view's keypoints to leave out.
-        rotation_deg: largest rotation of each view either way. The canvas grows to hold the view.
-        negatives: fraction of pairs from different images, which have no match.
-        min_keypoints: each view keeps its first n keypoints, with n log-uniform from here to the
-            limit. If 0, n is the limit.
-        zoom: fraction of pairs with one view that is shrunk and surrounded by views of other
-            images. The factor is log-uniform in the range ZOOM.
-        zoom_far: fraction of the zoomed pairs whose factor is in the range FAR_ZOOM instead.
-        score_drop: fraction of pairs whose keypoints all get the score TYPICAL_SCORE.
-    """
-
-    keypoint_drop: float = 0.0
-    rotation_deg: float = 0.0
-    negatives: float = 0.0
-    min_keypoints: int = 0
-    zoom: float = 0.0
-    zoom_far: float = 0.0
-    score_drop: float = 0.0
-
-    @classmethod
-    def from_parameters(cls, train: TrainParams) -> Augmentation:
-        """Return the changes that the section `train` of the parameters asks for."""
-        return cls(**train.model_dump(include=set(cls._fields)))
-
-    def choose_second_image(self, image: int, images: int, seed: int) -> int:
-        """Return the image of the second view, which is another one in a negative pair.
-
-        Args:
-            image: index of the image of the first view.
-            images: number of images.
-            seed: the seed of the sample of the pair.
-        """
-        if images < 2 or self.negatives == 0:
-            return image
-        if np.random.default_rng((seed, _NEGATIVE)).random() >= self.negatives:
-            return image
-        offset = int(np.random.default_rng((seed, _NEGATIVE, 1)).integers(1, images))
-        return (image + offset) % images
-
-    def classify_pair(self, image: int, images: int, seed: int) -> str:
-        """Return the kind of a pair: "stored", "negative", "zoomed" or "changed".
-
-        A "stored" pair is not augmented. A "changed" pair is augmented, but is no other kind.
-
-        Args:
-            image: index of the image of the first view.
-            images: number of images.
-            seed: the seed of the sample of the pair.
-        """
-        if seed == NO_AUGMENTATION:
-            return "stored"
-        if self.choose_second_image(image, images, seed) != image:
-            return "negative"
-        return "zoomed" if _draw_zoom(self.zoom, self.zoom_far, seed)[1] > 1.0 else "changed"
-
-    def draw_counts(self, limit: int, *seed: int) -> Tuple[int, int]:
-        """Draw the numbers of keypoints that the two views keep.
-
-        Args:
-            limit: largest number.
-            seed: the numbers that determine the draw.
-        """
-        if not 0 < self.min_keypoints < limit:
-            return limit, limit
-        low = math.log(self.min_keypoints)
-        high = math.log(limit + 1)
-        rng = np.random.default_rng((*seed, _COUNTS))
-        # The draw is log-uniform: as often between 100 and 200 as between 1,000 and 2,000.
-        n0, n1 = np.exp(rng.uniform(low, high, 2)).astype(int)
-        return int(n0), int(n1)
-
-    def apply(
-        self,
-        view: View,
-        seed: int,
-        view_index: int,
-        draw_other_view: DrawOtherView,
-        min_scale: float,
-        limit: int,
-    ) -> View:
-        """Return the changed view 0 or 1 of a pair.
-
-        Args:
-            view: the view as it is stored.
-            seed: the seed of the sample of the pair.
-            view_index: 0 or 1, the position of the view in the pair.
-            draw_other_view: draws the views that surround a shrunk one.
-            min_scale: smallest scale (px) at which keypoints are detected. If 0, it is the smallest
-                scale of the view.
-            limit: largest number of keypoints to keep.
-        """
-        # A generator is created only if it is needed, because this is slow.
-        if self.keypoint_drop > 0 or self.rotation_deg > 0:
-            rng = np.random.default_rng((seed, _VIEW, view_index))
-        # The fraction itself is random, from 0 to keypoint_drop.
-        if self.keypoint_drop > 0:
-            keep = rng.random(len(view.features.scores)) >= self.keypoint_drop * rng.random()
-            view = view._replace(features=view.features.select(np.flatnonzero(keep)))
-        zoomed_index, factor = _draw_zoom(self.zoom, self.zoom_far, seed) if self.zoom else (0, 1.0)
-        if factor > 1.0 and view_index == zoomed_index:
-            # The zoom draws from its own stream, so the rotation is the same with and without zoom.
-            zoom_rng = np.random.default_rng((seed, _ZOOM, view_index))
-            view = make_mosaic(view, factor, min_scale, draw_other_view, zoom_rng)
-        # The limit comes before the rotation, which keeps the order of the keypoints.
-        features = view.features.select(slice(limit))
-        if self.score_drop and self.score_drop > np.random.default_rng((seed, _SCORE)).random():
-            features = features._replace(scores=np.full_like(features.scores, TYPICAL_SCORE))
-        view = view._replace(features=features)
-        if self.rotation_deg > 0:
-            view = _rotate_view(view, rng.uniform(-self.rotation_deg, self.rotation_deg))
-        return view
-
-
 NO_CHANGE = Augmentation()
+
+
+def choose_second_image(changes: Augmentation, image: int, images: int, seed: int) -> int:
+    """Return the image of the second view, which is another one in a negative pair.
+
+    Args:
+        changes: how much the pairs are changed.
+        image: index of the image of the first view.
+        images: number of images.
+        seed: the seed of the sample of the pair.
+    """
+    if images < 2 or changes.negatives == 0:
+        return image
+    if np.random.default_rng((seed, _NEGATIVE)).random() >= changes.negatives:
+        return image
+    offset = int(np.random.default_rng((seed, _NEGATIVE, 1)).integers(1, images))
+    return (image + offset) % images
+
+
+def classify_pair(changes: Augmentation, image: int, images: int, seed: int) -> str:
+    """Return the kind of a pair: "stored", "negative", "zoomed" or "changed".
+
+    A "stored" pair is not augmented. A "changed" pair is augmented, but is no other kind.
+
+    Args:
+        changes: how much the pairs are changed.
+        image: index of the image of the first view.
+        images: number of images.
+        seed: the seed of the sample of the pair.
+    """
+    if seed == NO_AUGMENTATION:
+        return "stored"
+    if choose_second_image(changes, image, images, seed) != image:
+        return "negative"
+    return "zoomed" if _draw_zoom(changes.zoom, changes.zoom_far, seed)[1] > 1.0 else "changed"
+
+
+def draw_counts(changes: Augmentation, limit: int, *seed: int) -> Tuple[int, int]:
+    """Draw the numbers of keypoints that the two views keep.
+
+    Args:
+        changes: how much the pairs are changed.
+        limit: largest number.
+        seed: the numbers that determine the draw.
+    """
+    if not 0 < changes.min_keypoints < limit:
+        return limit, limit
+    low = math.log(changes.min_keypoints)
+    high = math.log(limit + 1)
+    rng = np.random.default_rng((*seed, _COUNTS))
+    # The draw is log-uniform: as often between 100 and 200 as between 1,000 and 2,000.
+    n0, n1 = np.exp(rng.uniform(low, high, 2)).astype(int)
+    return int(n0), int(n1)
+
+
+def change_view(
+    changes: Augmentation,
+    view: View,
+    seed: int,
+    view_index: int,
+    draw_other_view: DrawOtherView,
+    min_scale: float,
+    limit: int,
+) -> View:
+    """Return the changed view 0 or 1 of a pair.
+
+    Args:
+        changes: how much the pairs are changed.
+        view: the view as it is stored.
+        seed: the seed of the sample of the pair.
+        view_index: 0 or 1, the position of the view in the pair.
+        draw_other_view: draws the views that surround a shrunk one.
+        min_scale: smallest scale (px) at which keypoints are detected. If 0, it is the smallest
+            scale of the view.
+        limit: largest number of keypoints to keep.
+    """
+    # A generator is created only if it is needed, because this is slow.
+    if changes.keypoint_drop > 0 or changes.rotation_deg > 0:
+        rng = np.random.default_rng((seed, _VIEW, view_index))
+    # The fraction itself is random, from 0 to keypoint_drop.
+    if changes.keypoint_drop > 0:
+        keep = rng.random(len(view.features.scores)) >= changes.keypoint_drop * rng.random()
+        view = view._replace(features=view.features.select(np.flatnonzero(keep)))
+    zoomed_index, factor = _draw_zoom(changes.zoom, changes.zoom_far, seed)
+    if factor > 1.0 and view_index == zoomed_index:
+        # The zoom draws from its own stream, so the rotation is the same with and without zoom.
+        zoom_rng = np.random.default_rng((seed, _ZOOM, view_index))
+        view = make_mosaic(view, factor, min_scale, draw_other_view, zoom_rng)
+    # The limit comes before the rotation, which keeps the order of the keypoints.
+    features = view.features.select(slice(limit))
+    if changes.score_drop and changes.score_drop > np.random.default_rng((seed, _SCORE)).random():
+        features = features._replace(scores=np.full_like(features.scores, TYPICAL_SCORE))
+    view = view._replace(features=features)
+    if changes.rotation_deg > 0:
+        view = _rotate_view(view, rng.uniform(-changes.rotation_deg, changes.rotation_deg))
+    return view
 
 
 @functools.lru_cache(maxsize=1024)  # It is called for both views of a pair
 def _draw_zoom(fraction: float, far_fraction: float, seed: int) -> Tuple[int, float]:
     """Draw which view of a pair shrinks, and its factor. With a factor of 1, neither shrinks."""
+    if fraction == 0:
+        return 0, 1.0
     rng = np.random.default_rng((seed, _ZOOM))
     if rng.random() >= fraction:
         return 0, 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -81,12 +81,12 @@ def make_network(
     """
     portable_gpu = train.precision == PORTABLE and context.device.type == "cuda"
     seed_torch(train.seed, run.deterministic or portable_gpu)
-    values = train.model_dump(include={field.name for field in dataclasses.fields(SuperGlueConfig)})
-    values["scale_angle"] = store is None or store.scale_angle
+    inputs: Dict[str, Any] = {}
     if store is not None:
-        names = ("extractor", "descriptor", "descriptor_dim")
-        values.update((name, getattr(store, name)) for name in names)
-    return SuperGlue(SuperGlueConfig(**values)).to(context.device)
+        names = ("scale_angle", "extractor", "descriptor", "descriptor_dim")
+        inputs = {name: getattr(store, name) for name in names}
+    config = SuperGlueConfig(**dataclasses.asdict(train.model), **inputs)
+    return SuperGlue(config).to(context.device)
 
 
 def load_initial_weights(model: SuperGlue, path: str) -> Tuple[bool, Optional[float], List[str]]:

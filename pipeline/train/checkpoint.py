@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipeline import distributed, provenance
 from pipeline.errors import RequestError, WorkError, read_environment_number
-from pipeline.params import RunParams, TrainParams
+from pipeline.params import RunParams, TrainParams, flatten
 from pipeline.train.optimizer import collect_optimizer_tensors, restore_optimizer
 from superglue_sift import torch_compat
 from superglue_sift.files import compute_file_sha256, compute_json_digest, write_atomic, write_json
@@ -366,7 +366,7 @@ def make_fingerprint(
         validation: digest of the validation pairs.
         world_size: number of processes.
     """
-    values = {f"train.{key}": value for key, value in describe_parameters(train).items()}
+    values = flatten(describe_parameters(train), "train.")
     values.update(data=data, validation=validation)
     if train.init_from:
         values["initial_weights"] = compute_file_sha256(train.init_from)[:16]
@@ -374,7 +374,7 @@ def make_fingerprint(
         values.update(
             batch_per_rank=run.batch_per_rank, lr_scaling=run.lr_scaling, world_size=world_size
         )
-    if train.norm == "batch":
+    if train.model.norm == "batch":
         values["accumulate"] = run.accumulate
     return values
 

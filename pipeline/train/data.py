@@ -23,8 +23,14 @@ from pipeline import workers
 from pipeline.distributed import Context
 from pipeline.errors import read_environment_number
 from pipeline.keypoints.store import KeypointStore, View
-from pipeline.params import RunParams, TrainParams
-from pipeline.train.augmentation import NO_AUGMENTATION, NO_CHANGE, Augmentation
+from pipeline.params import Augmentation, RunParams, TrainParams
+from pipeline.train.augmentation import (
+    NO_AUGMENTATION,
+    NO_CHANGE,
+    change_view,
+    choose_second_image,
+    draw_counts,
+)
 from pipeline.workers import prefetch
 from superglue_sift.features.features import Features
 from superglue_sift.files import GIB
@@ -231,15 +237,16 @@ def load_batch(
     is_negative = []
     for sample in samples:
         changes = NO_CHANGE if sample.seed == NO_AUGMENTATION else augmentation
-        image1 = changes.choose_second_image(sample.image, len(store), sample.seed)
+        image1 = choose_second_image(changes, sample.image, len(store), sample.seed)
         draw_other_view = functools.partial(_draw_other_view, store, (sample.image, image1))
         limits = keypoints
         if isinstance(limits, int):
-            limits = changes.draw_counts(limits, sample.seed)
+            limits = draw_counts(changes, limits, sample.seed)
         views = store.read_view(sample.image, sample.view0), store.read_view(image1, sample.view1)
         pairs.append(
             [
-                changes.apply(
+                change_view(
+                    changes,
                     view,
                     sample.seed,
                     view_index,
@@ -289,7 +296,6 @@ class StepBatches(Dataset):
         self.pairs = pairs
         self.context = context
         self.parts = run.accumulate
-        self._augmentation = Augmentation.from_parameters(train)
 
     def draw_samples(self, step: int) -> List[List[Sample]]:
         """Return this rank's pairs of a step, split into micro-batches.
@@ -309,9 +315,9 @@ class StepBatches(Dataset):
         number, and different numbers for each pair would make this seven times the work.
         """
         limit = self.train.max_keypoints
-        counts = self._augmentation.draw_counts(limit, self.train.seed, step)
+        counts = draw_counts(self.train.augmentation, limit, self.train.seed, step)
         return [
-            load_batch(self.store, part, counts, self._augmentation)
+            load_batch(self.store, part, counts, self.train.augmentation)
             for part in self.draw_samples(step)
         ]
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from pipeline import distributed, provenance
 from pipeline.errors import RequestError
 from pipeline.keypoints.store import KeypointStore
-from pipeline.params import TrainParams
-from pipeline.train.augmentation import NO_CHANGE, Augmentation
+from pipeline.params import Augmentation, TrainParams
+from pipeline.train.augmentation import NO_CHANGE, classify_pair
 from pipeline.train.data import PairBatch, Sample, draw_validation_pairs, load_batch, slice_for_rank
 from superglue_sift.features.nearest import match_nearest
 from superglue_sift.network.batch import choose_orientations, count_keypoints, normalize_descriptors
@@ -170,8 +170,8 @@ class Validation:
         self.samples = samples
         self.context = context
         self._load = lambda part: load_batch(store, part, max_keypoints, augmentation)
-        self._kind = lambda sample: augmentation.classify_pair(
-            sample.image, len(store), sample.seed
+        self._kind = lambda sample: classify_pair(
+            augmentation, sample.image, len(store), sample.seed
         )
         content = repr((store.digest, samples)).encode()
         # Metrics on pairs with another digest cannot be compared.

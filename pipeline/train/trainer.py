@@ -17,7 +17,7 @@ from pipeline.errors import STOPPED, RequestError, WorkError
 from pipeline.keypoints.store import KeypointStore
 from pipeline.params import Params, TrainParams
 from pipeline.train import build, checkpoint, log
-from pipeline.train.augmentation import Augmentation
+from pipeline.train.augmentation import choose_second_image
 from pipeline.train.checkpoint import Info, Metrics, Saved, Tensors
 from pipeline.train.data import PairBatch, Sample, StepBatches
 from pipeline.train.log import TrainingLogger
@@ -82,9 +82,7 @@ def open_data(
     samples, messages = choose_validation_pairs(
         train, held_out, sections.run.allow_training_images, initial
     )
-    validation = Validation(
-        held_out, samples, train.max_keypoints, context, Augmentation.from_parameters(train)
-    )
+    validation = Validation(held_out, samples, train.max_keypoints, context, train.augmentation)
     # The weights have seen the photographs of this training and of the initial weights.
     photographs: Optional[FrozenSet[str]] = frozenset(store.photographs) - {""} or None
     if initial and photographs:
@@ -103,11 +101,16 @@ def check_keypoints(train: TrainParams, store: KeypointStore) -> None:
     Raises:
         RequestError: If a key needs scales and angles, and the keypoints have none.
     """
-    keys = [name for name in ("neighbours", "rotation_deg", "zoom") if getattr(train, name)]
+    values = {
+        "model.neighbours": train.model.neighbours,
+        "augmentation.rotation_deg": train.augmentation.rotation_deg,
+        "augmentation.zoom": train.augmentation.zoom,
+    }
+    keys = [name for name, value in values.items() if value]
     if keys and not store.scale_angle:
         raise RequestError(
-            f"train.{keys[0]} = {getattr(train, keys[0])}: {store.extractor} gives neither scale"
-            " nor angle; set neighbours: false, rotation_deg: 0 and zoom: 0"
+            f"train.{keys[0]} = {values[keys[0]]}: {store.extractor} gives neither scale nor angle;"
+            " set neighbours: false, rotation_deg: 0 and zoom: 0"
         )
 
 
@@ -603,8 +606,9 @@ class Training:
     def _name_pair(self, sample: Sample) -> str:
         """Return the images and views of a pair, such as "a.jpg views 0 and 2"."""
         images = self.store.images
-        augmentation = Augmentation.from_parameters(self.train)
-        second = augmentation.choose_second_image(sample.image, len(images), sample.seed)
+        second = choose_second_image(
+            self.train.augmentation, sample.image, len(images), sample.seed
+        )
         if second == sample.image:
             return f"{images[second]} views {sample.view0} and {sample.view1}"
         return (

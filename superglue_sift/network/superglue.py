@@ -37,7 +37,6 @@ A shape names these numbers:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from typing import Any, ContextManager, Dict, List, Optional, Sequence, Tuple
@@ -61,6 +60,7 @@ from superglue_sift.network.batch import (
     pad_images,
     round_up_keypoints,
 )
+from superglue_sift.network.config import SuperGlueConfig
 from superglue_sift.network.perceptron import FLOAT32, MLP, NORMS
 from superglue_sift.network.sinkhorn import log_optimal_transport
 from superglue_sift.torch_compat import (
@@ -87,60 +87,14 @@ NEIGHBOR_FEATURES = 8  # Number of inputs of a keypoint from `compute_neighbor_f
 # Initial standard deviation of the frequencies of rotary positions, in radians over half an image
 FREQUENCY_DEVIATION = 2.0
 
-# Maximum of each number of a configuration, since a model file may come from anyone
-MAX_NUMBER = 65536
-DESCRIPTOR_KINDS = ("sift", "float")  # kinds of descriptors, see `batch.normalize_descriptors`
-
-
-@dataclasses.dataclass(frozen=True)
-class SuperGlueConfig:
-    """Describe the architecture of a network and its inputs. A model file contains it.
-
-    Raises:
-        ValueError: For a value out of range.
-    """
-
-    dim: int = 128  # D, width of a state; the paper has 128 for SIFT, 256 for SuperPoint
-    layers: int = 9  # pairs of one self- and one cross-attention layer
-    heads: int = 4  # heads of each attention layer
-    norm: str = "layer"  # norm of hidden layers, "layer" or "batch"
-    scale_angle: bool = True  # also encode SIFT's scale and angle
-    neighbours: bool = False  # also encode the nearest neighbor in the other image
-    rotary: bool = False  # use relative positions in self-attention
-    sinkhorn_iterations: int = 100  # the same number in training and in matching
-    extractor: str = "sift"  # name of the keypoint extractor (extractors.py)
-    descriptor: str = "sift"  # kind of descriptor, "sift" or "float" (extractors.py)
-    descriptor_dim: int = 128  # number of entries of a descriptor
-
-    def __post_init__(self) -> None:
-        for name in ("dim", "layers", "heads", "sinkhorn_iterations", "descriptor_dim"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= MAX_NUMBER:
-                raise ValueError(
-                    f"{name} = {value!r}: must be a whole number from 1 to {MAX_NUMBER}"
-                )
-        if self.neighbours and not self.scale_angle:
-            raise ValueError("neighbours needs scale_angle")
-        # Rotary positions take the channels of a head in pairs.
-        if self.dim % (self.heads * (1 + self.rotary)):
-            raise ValueError(
-                f"heads = {self.heads}: must divide dim ({self.dim}), with rotary into even parts"
-            )
-        if self.descriptor not in DESCRIPTOR_KINDS:
-            raise ValueError(f"descriptor {self.descriptor!r}: must be of {DESCRIPTOR_KINDS}")
-
-    def to_dict(self) -> dict:
-        """Return plain values for JSON. `SuperGlueConfig(**values)` reads them back."""
-        return dataclasses.asdict(self)
-
 
 class SuperGlue(nn.Module):
     """The network computes the probability of each match from the keypoints of pairs."""
 
-    def __init__(self, config: SuperGlueConfig = SuperGlueConfig()) -> None:
+    def __init__(self, config: Optional[SuperGlueConfig] = None) -> None:
         """Create a network with initial weights, on the CPU."""
         super().__init__()
-        self.config = config
+        self.config = config = config or SuperGlueConfig()
         self.recompute = False  # gradient checkpointing of each layer
         self.compiled = False  # see `compile_layers`
         dim = config.dim

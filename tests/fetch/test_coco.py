@@ -162,8 +162,10 @@ def test_a_coco_preset_from_a_server_to_a_model(tmp_path, root, monkeypatch):
     tree["fetch"].update(val_fraction=0.4)
     tree["keypoints"].update(views_per_image=3, width=160, height=120, max_keypoints=64)
     few = {"steps": 4, "batch": 2, "val_every": 2, "val_pairs": 4, "max_keypoints": 64}
-    small = {"dim": 16, "layers": 1, "init_from": "", "warmup_steps": 1, "decay_start": 2}
-    tree["train"].update(**few, **small, min_keypoints=0, precision="float32")
+    small = {"init_from": "", "warmup_steps": 1, "decay_start": 2, "precision": "float32"}
+    tree["train"].update(**few, **small)
+    tree["train"]["model"].update(dim=16, layers=1)
+    tree["train"]["augmentation"].update(min_keypoints=0)
     tree["evaluate"].update(width=160, height=120, max_keypoints=64, pairs_per_image=2)
     Path("params.yaml").write_text(json.dumps(tree))  # JSON is YAML
     stages = [(fetch_stage, []), (keypoints, ["--workers", "1"]), (train, [])]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from made_pairs import RAGGED, batch_pairs, features_at, label_pairs, make_pairs
 
 from pipeline.keypoints.store import View
-from pipeline.train.augmentation import Augmentation
+from pipeline.params import Augmentation
+from pipeline.train.augmentation import change_view
 from superglue_sift.network import batch as batches
 from superglue_sift.network.batch import (
     choose_orientations,
@@ -159,8 +160,8 @@ def test_a_batch_of_pairs_is_moved_with_all_its_tensors():
 
 def test_a_turned_view_turns_both_orientations():
     view = View(make_oriented((1, 2)), np.eye(3))
-    turned = Augmentation(rotation_deg=180.0).apply(
-        view, 3, 0, draw_other_view=None, min_scale=0.0, limit=2
+    turned = change_view(
+        Augmentation(rotation_deg=180.0), view, 3, 0, draw_other_view=None, min_scale=0.0, limit=2
     )
     H = turned.H_image_to_view
     turn = np.degrees(np.arctan2(H[1, 0], H[0, 0]))

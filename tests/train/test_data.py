@@ -16,8 +16,9 @@ from made_views import SIZE, batches_of, made_store, make_features
 from pipeline.distributed import Context
 from pipeline.errors import RequestError
 from pipeline.keypoints.store import KeypointStore, View
+from pipeline.params import Augmentation
 from pipeline.train import data
-from pipeline.train.augmentation import NO_AUGMENTATION, Augmentation, make_mosaic
+from pipeline.train.augmentation import NO_AUGMENTATION, make_mosaic
 from pipeline.train.data import (
     Sample,
     draw_training_pairs,
@@ -142,7 +143,9 @@ class TestAugmentation:
         assert len({descriptors.tobytes() for descriptors in batch.images1.descriptors.numpy()}) > 1
 
     def test_the_seed_of_the_sample_decides_and_nothing_else(self, store):
-        augmentation = Augmentation(0.5, 180.0, 0.3, 10, 1.0)
+        augmentation = Augmentation(
+            keypoint_drop=0.5, rotation_deg=180.0, negatives=0.3, min_keypoints=10, zoom=1.0
+        )
         one = Sample(3, 0, 1, 5)
         other = Sample(4, 2, 1, 6)
         alone = load_batch(store, [one], 30, augmentation)

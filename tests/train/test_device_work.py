@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from made_pairs import label_pairs, make_pairs, scrambled
+from made_params import file_of, sample
 from made_views import made_store
 from processes import in_group
 
@@ -70,11 +71,8 @@ def path_of_a_gpu(monkeypatch):
 def sections_of(keys):
     """The sections `train` and `run` of a small training with these keys of either."""
     small = {"dim": 16, "heads": 2, "layers": 2, "precision": "float32", "batch": 6}
-    sections = params.load(params.find_default_file())
-    run = {name: keys[name] for name in set(keys) & set(params.RunParams.model_fields)}
-    own = {name: value for name, value in keys.items() if name not in run}
-    train = sections.train.model_copy(update={**small, **own})
-    return train, sections.run.model_copy(update=run)
+    sections = params.parse(file_of({"train": {**sample()["train"], **small, **keys}}), "params")
+    return sections.train, sections.run
 
 
 def two_steps(context, folder, keys, around=None):

@@ -11,7 +11,8 @@ from processes import in_group
 
 from pipeline import distributed
 from pipeline.keypoints.store import KeypointStore
-from pipeline.train.augmentation import Augmentation
+from pipeline.params import Augmentation
+from pipeline.train.augmentation import classify_pair
 from pipeline.train.data import draw_validation_pairs
 from pipeline.train.loss import (
     CONFIDENCE_BINS,
@@ -93,14 +94,14 @@ def test_every_kind_of_pair_has_its_own_metrics(tmp_path):
     of = lambda pairs: Validation(store, pairs, 48, distributed.join_group(), some)  # noqa: E731
     kinds = dict.fromkeys(("stored", "negative", "zoomed", "changed"), 0)
     for sample in samples:
-        kinds[some.classify_pair(sample.image, len(store), sample.seed)] += 1
+        kinds[classify_pair(some, sample.image, len(store), sample.seed)] += 1
     assert kinds["stored"] == 24 and min(kinds.values()) > 1
     model = objective()
     metrics = of(samples).compute_metrics(model)
     alone = [
         sample
         for sample in samples
-        if some.classify_pair(sample.image, len(store), sample.seed) == "zoomed"
+        if classify_pair(some, sample.image, len(store), sample.seed) == "zoomed"
     ]
     of_zoomed = of(alone).compute_metrics(model)
     assert of_zoomed["f1"] == metrics["f1_zoomed"] and "f1_zoomed" not in of_zoomed
