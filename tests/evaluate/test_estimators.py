@@ -34,53 +34,54 @@ def scene(count=80, noise=0.0, seed=0):
     return [p[:, :2] + rng.normal(0, noise, (count, 2)) if noise else p[:, :2] for p in pixels]
 
 
-KNOWN = CameraPair(K, K, T)
+CAMERAS = CameraPair(K, K, T)
 
 
-def errors_of(points, known=KNOWN, **more):
+def compute_errors(points, cameras=CAMERAS):
     """Degrees, of the pose estimated from matched pixels by each estimator."""
-    given = Points(*points, OURS, np.ones(len(points[0])), **more)
-    poses = [estimate(given, known) for estimate in estimators.POSE_ESTIMATORS.values()]
-    return [estimators.compute_pose_error(pose, known) for pose in poses]
+    matched_points = Points(*points, OURS, np.ones(len(points[0])))
+    poses = [estimate(matched_points, cameras) for estimate in estimators.POSE_ESTIMATORS.values()]
+    return [estimators.compute_pose_error(pose, cameras) for pose in poses]
 
 
 def count_correct(points):
-    return (estimators.compute_epipolar_errors(*points, KNOWN) < estimators.EPIPOLAR_LIMIT).sum()
+    return (estimators.compute_epipolar_errors(*points, CAMERAS) < estimators.EPIPOLAR_LIMIT).sum()
 
 
 def test_exact_matches_give_the_exact_pose():
-    assert max(errors_of(scene())) < 0.05 and count_correct(scene()) == 80
+    assert max(compute_errors(scene())) < 0.05 and count_correct(scene()) == 80
 
 
 def test_outliers_are_wrong_matches_and_do_not_move_the_pose():
     points = scene(noise=0.2)
     points[1][:30] = np.random.default_rng(5).uniform([0, 0], [640, 480], (30, 2))
-    assert max(errors_of(points)) < 2.0 and 50 <= count_correct(points) <= 56
+    assert max(compute_errors(points)) < 2.0 and 50 <= count_correct(points) <= 56
 
 
 @pytest.mark.parametrize("count", [0, 4])
 def test_too_few_matches_are_an_infinite_error(count):
-    assert min(errors_of([side[:count] for side in scene()])) == math.inf
+    assert min(compute_errors([side[:count] for side in scene()])) == math.inf
 
 
 def test_epipolar_error_is_zero_on_the_truth_and_symmetric():
     points = scene()
-    assert estimators.compute_epipolar_errors(*points, KNOWN).max() < 1e-20
+    assert estimators.compute_epipolar_errors(*points, CAMERAS).max() < 1e-20
     moved = points[1] + [0, 5]  # px, 0.01 in normalized coordinates
-    there = estimators.compute_epipolar_errors(points[0], moved, KNOWN)
-    back = estimators.compute_epipolar_errors(moved, points[0], CameraPair(K, K, np.linalg.inv(T)))
-    np.testing.assert_allclose(there, back, rtol=1e-6)
+    errors = estimators.compute_epipolar_errors(points[0], moved, CAMERAS)
+    swapped = CameraPair(K, K, np.linalg.inv(T))
+    errors_of_swapped = estimators.compute_epipolar_errors(moved, points[0], swapped)
+    np.testing.assert_allclose(errors, errors_of_swapped, rtol=1e-6)
     # both distances squared, summed: about twice 0.01 squared for epipolar lines that lie nearly
     # level
-    assert 0.5e-4 < np.median(there) < 2.5e-4
+    assert 0.5e-4 < np.median(errors) < 2.5e-4
 
 
-def test_skewed_pixels_of_a_camera_are_read_with_their_skew():
+def test_the_skew_of_a_camera_counts():
     skewed = K.copy()
     skewed[0, 1] = 40.0
     points = [two_view.transform(side, skewed @ np.linalg.inv(K)) for side in scene()]
-    assert max(errors_of(points, CameraPair(skewed, skewed, T))) < 0.1
-    assert errors_of(points)[1] > 0.5  # what ignoring the skew would give
+    assert max(compute_errors(points, CameraPair(skewed, skewed, T))) < 0.1
+    assert compute_errors(points)[1] > 0.5  # what ignoring the skew would give
 
 
 def test_pose_error_is_the_larger_angle():
@@ -88,20 +89,18 @@ def test_pose_error_is_the_larger_angle():
     base = CameraPair(K, K, pose([0, 0, 0], [1.0, 0, 0]))
     aside = math.tan(math.radians(30))
     for degrees, t, error in ((7, [1, 0, 0], 7), (7, [-5, 0, 0], 7), (0, [1, aside, 0], 30)):
-        found = pose([0, degrees, 0], t)
-        assert estimators.compute_pose_error((found[:3, :3], found[:3, 3]), base) == pytest.approx(
-            error
-        )
+        estimate = pose([0, degrees, 0], t)
+        estimate = estimate[:3, :3], estimate[:3, 3]
+        assert estimators.compute_pose_error(estimate, base) == pytest.approx(error)
 
 
-def test_an_unknown_direction_is_wrong_unless_there_is_none():
+def test_an_estimate_without_a_direction_is_wrong_unless_the_camera_stays():
     """Matches without parallax give a rotation, and zeros in place of a direction."""
+    rotation = pose([0, 7, 0], [0, 0, 0])
     for t, error in (([1.0, 0, 0], 90), ([0, 0, 0], 7)):
         truth = CameraPair(K, K, pose([0, 0, 0], t))
-        found = pose([0, 7, 0], [0, 0, 0])
-        assert estimators.compute_pose_error((found[:3, :3], found[:3, 3]), truth) == pytest.approx(
-            error
-        )
+        estimate = rotation[:3, :3], rotation[:3, 3]
+        assert estimators.compute_pose_error(estimate, truth) == pytest.approx(error)
 
 
 def test_a_few_confident_matches_do_not_decide_alone():

@@ -1,11 +1,8 @@
 """The stage from end to end on tiny images with an untrained model, and what it refuses."""
 
-import contextlib
-import io
 import math
 import shutil
 import threading
-from types import SimpleNamespace
 from unittest import mock
 
 import cv2
@@ -17,7 +14,7 @@ from reading import read_error, read_files, read_json
 
 from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
-from pipeline.evaluate import evaluation, pairs, report
+from pipeline.evaluate import evaluation, pairs
 from pipeline.evaluate.estimators import DEFAULT
 from pipeline.evaluate.matchers import BOUND, MATCHERS
 
@@ -30,37 +27,34 @@ def work(tmp_path, photo):
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory, photo):
-    """An evaluation with `--bound`, run once: its folder `out`, and what it printed."""
-    folder = make_workspace(tmp_path_factory.mktemp("done"), photo)
-    with contextlib.redirect_stdout(io.StringIO()) as stream:
-        assert run(folder, "--bound", draw=True) == 0
-    return SimpleNamespace(folder=folder, out=folder / "out", printed=stream.getvalue())
+def evaluated(tmp_path_factory, photo):
+    """The folder of an evaluation with `--bound`, run once."""
+    folder = make_workspace(tmp_path_factory.mktemp("evaluated"), photo)
+    assert run(folder, "--bound", draw=True) == 0
+    return folder
 
 
-def test_held_out_images_from_end_to_end(done):
-    lines = read_csv(done.out / "pairs.csv")
+def test_held_out_images_from_end_to_end(evaluated):
+    out = evaluated / "out"
+    lines = read_csv(out / "pairs.csv")
     assert {line["matcher"] for line in lines} == {*MATCHERS, BOUND}
     names = [line["pair"] for line in lines if line["matcher"] == BOUND]
     assert names == [f"{n}.png#{k}" for n in "ab" for k in range(3)]
-    assert "2 held-out images (test), 160x120, 100 keypoints, 6 pairs" in done.printed
-    assert "\nSuperGlue " in done.printed and "AUC" not in done.printed.partition("R@P")[2]
-    assert "AUC, refined" in (done.out / "report.txt").read_text()
-    assert {"best-1", "median-1"} < {path.stem for path in (done.out / "pictures").iterdir()}
-    curves = {path.stem for path in (done.out / "curves").iterdir()}
+    assert {"best-1", "median-1"} < {path.stem for path in (out / "pictures").iterdir()}
+    curves = {path.stem for path in (out / "curves").iterdir()}
     assert curves == {*ERRORS, "calibration", "precision_recall"}
-    assert read_json(done.out / "protocol.json")["models"]["superglue"]["step"] == 7
-    assert read_csv(done.out / "bad_images.csv") == []
+    assert read_json(out / "protocol.json")["models"]["superglue"]["step"] == 7
+    assert read_csv(out / "bad_images.csv") == []
     # the bound is no baseline
-    metrics = read_metrics(done.folder)
+    metrics = read_metrics(evaluated)
     assert metrics["true_matches.precision"] == metrics["true_matches.recall"] == 1.0
-    assert BOUND not in {line["baseline"] for line in read_csv(done.out / "differences.csv")}
+    assert BOUND not in {line["baseline"] for line in read_csv(out / "differences.csv")}
 
 
-def test_metrics_can_be_computed_again_from_pairs_csv(done):
-    metrics = read_metrics(done.folder)
+def test_metrics_can_be_computed_again_from_pairs_csv(evaluated):
+    metrics = read_metrics(evaluated)
     for matcher in MATCHERS:
-        lines = read_csv(done.out / "pairs.csv")
+        lines = read_csv(evaluated / "out/pairs.csv")
         lines = [line for line in lines if line["matcher"] == matcher]
         for name in ERRORS:
             pair_errors = np.array([float(line[name]) for line in lines])
@@ -70,36 +64,35 @@ def test_metrics_can_be_computed_again_from_pairs_csv(done):
                 assert area == pytest.approx(by_hand, abs=2e-4)  # four decimals in both files
         precision = [int(line["correct"]) / max(1, int(line["matches"])) for line in lines]
         assert metrics[f"{matcher}.precision"] == pytest.approx(np.mean(precision), abs=6e-5)
-    for row in read_csv(done.out / "intervals.csv"):
+    for row in read_csv(evaluated / "out/intervals.csv"):
         assert float(row["value"]) == metrics[f"{row['matcher']}.{row['metric']}"]
 
 
-def test_operating_points_lie_on_the_precision_recall_curves(done):
-    values = read_metrics(done.folder)
-    rows = read_csv(done.out / "curves/precision_recall.csv")
+def test_operating_points_lie_on_the_precision_recall_curves(evaluated):
+    values = read_metrics(evaluated)
+    rows = read_csv(evaluated / "out/curves/precision_recall.csv")
     for matcher in ("superglue", "ratio_test"):
         curve = [row for row in rows if row["matcher"] == matcher]
         points = np.array([(float(row["recall"]), float(row["precision"])) for row in curve])
         point = values[f"{matcher}.recall"], values[f"{matcher}.precision"]
         assert np.linalg.norm(points - point, axis=1).min() < 0.02
-    assert b"<svg" in (done.out / "curves/precision_recall.svg").read_bytes()
+    assert b"<svg" in (evaluated / "out/curves/precision_recall.svg").read_bytes()
 
 
-def test_only_estimates_change_with_refined_matches(work, done):
+def test_only_estimates_change_with_refined_matches(work, evaluated):
     assert run(work, "--no-refine", "--bound") == 0
-    values = read_metrics(done.folder)
+    values = read_metrics(evaluated)
     detected = {name: value for name, value in values.items() if "refined" not in name}
     assert detected == read_metrics(work)
     for matcher in ("mutual_nn", "ratio_test", "true_matches"):
         assert values[f"{matcher}.auc_ransac_refined_1"] != values[f"{matcher}.auc_ransac_1"] > 0.05
 
 
-def test_the_first_estimator_leads_and_files_of_another_evaluation_go(work, done):
-    shutil.copytree(done.out, work / "out")
+def test_files_of_another_evaluation_are_replaced(work, evaluated):
+    shutil.copytree(evaluated / "out", work / "out")
     assert run(work, "--estimators", "magsac") == 0
     metrics = read_metrics(work)
     assert "superglue.auc_magsac_3" in metrics and not any("ransac" in name for name in metrics)
-    assert " MAGSAC" in (work / "out/report.txt").read_text()
     curves = {path.stem for path in (work / "out/curves").iterdir()}
     assert curves == {
         "error_magsac", "error_magsac_refined", "calibration", "precision_recall"
@@ -112,12 +105,10 @@ def test_all_files_have_the_same_bytes_in_another_clone(work, monkeypatch):
     levels = {"blur (px)": (pairs.blur, (0.0, 3.0))}
     monkeypatch.setattr("pipeline.evaluate.pairs.DISTURBANCES", levels)
     shutil.copytree(work, work / "elsewhere")
-    more = ("--robustness", "2", "--no-refine")
-    assert run(work, *more) == run(work / "elsewhere", *more) == 0
-    first = read_files(work / "out")
-    second = read_files(work / "elsewhere/out")
-    assert len(first) > 10 and set(first) == set(second)
-    assert [name for name in first if first[name] != second[name]] == []
+    options = ("--robustness", "2", "--no-refine")
+    assert run(work, *options) == run(work / "elsewhere", *options) == 0
+    files = read_files(work / "out")
+    assert len(files) > 10 and files == read_files(work / "elsewhere/out")
     lines = read_csv(work / "out/robustness.csv")
     assert list(lines[0]) == ["condition", "level", "matcher", "metric", "value", "pairs"]
     rows = {
@@ -127,10 +118,9 @@ def test_all_files_have_the_same_bytes_in_another_clone(work, monkeypatch):
     }
     names = ("superglue", "ratio_test")
     assert rows == {(level, name, "2") for level in (0.0, 3.0) for name in names}
-    assert "at least 2 pairs at each level" in (work / "out/index.html").read_text()
 
 
-def test_further_model_is_in_every_table_with_its_own_threshold(work, capsys):
+def test_another_model_is_in_every_table_with_its_own_threshold(work):
     write_model(work / "model.safetensors", about={"match_threshold": 0.35, "step": 0})
     write_model(work / "other.safetensors", sinkhorn_iterations=11)
     also = "--also", f"b={work}/other.safetensors"
@@ -143,10 +133,6 @@ def test_further_model_is_in_every_table_with_its_own_threshold(work, capsys):
     (gain,) = (row["value"] for row in rows if (row["metric"], row["baseline"]) == ("recall", "b"))
     by_hand = values["superglue.recall"] - values["b.recall"]
     assert float(gain) == pytest.approx(by_hand, abs=2e-4)
-    printed = capsys.readouterr().out
-    order = [line.split()[0] for line in printed.partition("R@P\n")[2].splitlines()[:2]]
-    assert order == ["SuperGlue", "b"]
-    assert printed.startswith(f"\n{report.KEPT}\n")
 
 
 MINE = """
@@ -171,8 +157,8 @@ def test_unreadable_and_tiny_images_are_counted_and_listed(work, photo, capsys):
     lines = read_csv(work / "out/bad_images.csv")
     assert {line["file"] for line in lines} == {"tiny.png", "broken.jpg"}
     printed = capsys.readouterr()
-    assert "2 images could not be read: see bad_images.csv" in printed.out
-    assert "no test images: using the validation images" in printed.err and "(val)" in printed.out
+    assert "bad_images.csv" in printed.out
+    assert "validation images" in printed.err and "(val)" in printed.out
     write_image_set(work / "none", {}, "test", broken=["broken.jpg"])
     assert run(work, "--images", work / "none") == 1
     assert "broken.jpg" in capsys.readouterr().err
@@ -196,16 +182,9 @@ def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys, monkeypatch):
     for matcher in ("ratio_test", "superglue"):
         assert float(rows_by_pair["shifted/1-2", matcher]["precision"]) > 0.8
         assert float(rows_by_pair["shifted/1-2", matcher]["error_ransac"]) < 1.5
-    printed = capsys.readouterr().out
-    title = "pairs: 3 sequences, full size, SIFT at this size, 300 keypoints, 5 pairs"
-    assert title in printed
-    report = (work / "out/report.txt").read_text()
-    line = next(line for line in report.splitlines() if line.startswith("flat"))
-    assert line.split() == ["flat", "1", *["0.0"] * 4]
-    # a wrong pair ends the evaluation, in one line
     (work / "pairs/turned/2.png").write_bytes(b"nothing")
     assert errors.run(evaluate.main, [*words, "--out", "out"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].count("2.png: not an image") == 1
+    assert "2.png" in read_error(capsys)
 
 
 @pytest.mark.parametrize("count", [1, 6])
@@ -227,40 +206,32 @@ def test_ctrl_c_ends_the_evaluation_and_its_threads(work, monkeypatch, count):
 @pytest.mark.parametrize(
     "options, name",
     [
-        (["--model", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--images", "nowhere"], "nowhere"),
-        (["--pairs", "nowhere"], "nowhere"),
-        (["--poses", "nowhere.txt"], "nowhere.txt"),
-        (["--max-keypoints", "0"], "max_keypoints"),
         (["--threshold", "1"], "--threshold"),
-        (["--short-side", "480"], "--short-side"),
-        (["--poses", "y", "--pairs", "x"], "--pairs"),
-        (["--out", __file__], "test_evaluate.py"),
-        (["--estimators", "ransac,best"], "best"),
-        (["--also", "nn=x"], "nn=x"),
+        (["--short-side", "480"], "--short-side"),  # without --pairs
+        (["--out", __file__], "test_evaluate.py"),  # a file that would be replaced
     ],
 )
-def test_wrong_request_is_one_line(work, capsys, options, name):
+def test_a_wrong_request_names_the_file_or_option(work, capsys, options, name):
     assert run(work, *options, threshold=()) == 2
     assert name in read_error(capsys)
 
 
 def test_results_reach_the_run_of_the_training(work, monkeypatch):
-    sent = mock.MagicMock()
-    sent.__enter__.return_value = sent
-    monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: sent)
+    mlflow_run = mock.MagicMock()
+    mlflow_run.__enter__.return_value = mlflow_run
+    monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: mlflow_run)
     assert run(work, "--mlflow-run", "mlflow.json") == 0
-    values, step = sent.log_metrics.call_args[0]
+    values, step = mlflow_run.log_metrics.call_args[0]
     assert step == 7 and all(name.startswith("test/") for name in values)
     full = read_metrics(work)
     area = 100 * full["superglue.auc_ransac_5"]
     assert values["test/auc_5"] == pytest.approx(area, abs=6e-3)  # in percent, two decimals
-    short = read_json(work / "out/summary.json")
-    assert len(short) == 10 and {f"test/{name}": short[name] for name in short} == values
-    title, note = sent.describe.call_args[0]
-    assert title == f"AUC@5 {area:.1f}"
-    assert "\n| precision, correct matches | " in note and "test/index.html" in note
-    sent.add_artifact.assert_any_call(work / "out", "test")
+    summary = read_json(work / "out/summary.json")
+    assert {f"test/{name}": summary[name] for name in summary} == values
+    title, description = mlflow_run.describe.call_args[0]
+    assert f"{area:.1f}" in title and "test/index.html" in description
+    mlflow_run.add_artifact.assert_any_call(work / "out", "test")
 
 
 def test_a_textured_plane_from_end_to_end(tmp_path, photo, root, capsys):
@@ -275,15 +246,8 @@ def test_a_textured_plane_from_end_to_end(tmp_path, photo, root, capsys):
     (tmp_path / "pairs.txt").write_text("\n".join([line("a.png", "b.png", pose=moved), back, back]))
     model = write_model(tmp_path / "model.safetensors", layers=1)
     words = ["--model", model, "--poses", tmp_path / "pairs.txt", "--images", tmp_path]
-    words += [
-        "--params",
-        root / "presets/sample.yaml",
-        "--device",
-        "cpu",
-        "--out",
-        tmp_path / "out",
-    ]
-    words = list(map(str, words))
+    words += ["--params", root / "presets/sample.yaml", "--device", "cpu"]
+    words = [str(word) for word in (*words, "--out", tmp_path / "out")]
     assert errors.run(evaluate.main, words) == 0
     values = read_json(tmp_path / "out/metrics.json")
     assert values["ratio_test.precision"] > 0.8
@@ -291,11 +255,9 @@ def test_a_textured_plane_from_end_to_end(tmp_path, photo, root, capsys):
     name = "matching_score_at_ratio_precision"
     assert values[f"ratio_test.{name}"] == values["ratio_test.matching_score"]
     assert 0 <= values[f"superglue.{name}"] <= 1 and "superglue.recall" not in values
-    report = (tmp_path / "out/report.txt").read_text()
-    assert " POSE " in report and "AUC, refined" in report and "R@P" not in report
     page = (tmp_path / "out/index.html").read_text()
     pictures = list((tmp_path / "out/pictures").iterdir())
     assert page.count("data:image/jpeg") == len(pictures) == 3
     (tmp_path / "b.png").unlink()
     assert errors.run(evaluate.main, words) == 2
-    assert "b.png: cannot be read" in capsys.readouterr().err
+    assert "b.png" in read_error(capsys)

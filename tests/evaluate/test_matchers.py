@@ -1,9 +1,11 @@
 """The baselines against OpenCV, networks alone and side by side, and functions of the user."""
 
+import sys
+from types import ModuleType
+
 import cv2
 import numpy as np
 import pytest
-import torch
 from made_scenes import write_model
 
 from pipeline.errors import RequestError
@@ -23,19 +25,19 @@ def test_ratio_and_mutual_agree_with_opencv(photo):
     descriptors = [to_root_sift(features.descriptors[:, 0]) for features in pair]
     matches = matchers.match_baselines(pair)
     matches["ratio_test"] = matches["ratio_test"].keep_above(matchers.RATIO_THRESHOLD)
-    partners = {name: dict(of_one.indices.tolist()) for name, of_one in matches.items()}
+    partners = {name: dict(part.indices.tolist()) for name, part in matches.items()}
     for name, mutual in (("nn", False), ("mutual_nn", True)):
         expected = cv2.BFMatcher(cv2.NORM_L2, crossCheck=mutual).match(*descriptors)
         assert partners[name] == {m.queryIdx: m.trainIdx for m in expected}
-    two = cv2.BFMatcher(cv2.NORM_L2).knnMatch(*descriptors, k=2)
-    passed = {(a.queryIdx, a.trainIdx) for a, b in two if a.distance < 0.8 * b.distance}
+    neighbors = cv2.BFMatcher(cv2.NORM_L2).knnMatch(*descriptors, k=2)
+    passed = {(a.queryIdx, a.trainIdx) for a, b in neighbors if a.distance < 0.8 * b.distance}
     assert set(partners["ratio_test"].items()) == passed & set(partners["mutual_nn"].items())
 
 
 def test_one_keypoint_or_two_equal_ones_do_not_pass_the_ratio_test():
-    rows = np.eye(1, 128, dtype=np.float32)
-    for others in (rows, np.concatenate([rows, rows])):
-        assert nearest.match_nearest(rows, others)[0].scores.tolist() == [0.0]
+    descriptors = np.eye(1, 128, dtype=np.float32)
+    for descriptors1 in (descriptors, np.concatenate([descriptors, descriptors])):
+        assert nearest.match_nearest(descriptors, descriptors1)[0].scores.tolist() == [0.0]
 
 
 def test_equal_weights_are_not_evaluated_twice(tmp_path):
@@ -69,18 +71,17 @@ def test_each_core_matches_a_pair(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "make_matches",
     [
         lambda count: ([999] * count, [0.5] * count),  # no such keypoint
         lambda count: ([0] * count, [1.5] * count),  # no confidence
         lambda count: ([0], [0.5]),  # too few
-        lambda count: None,
     ],
 )
-def test_wrong_matches_of_a_function_are_refused(tmp_path, monkeypatch, photo, answer):
-    module = type(torch)("mine")
-    module.match = lambda features0, features1: answer(len(features0.keypoints))
-    monkeypatch.setitem(__import__("sys").modules, "mine", module)
+def test_wrong_matches_of_a_function_are_refused(monkeypatch, photo, make_matches):
+    module = ModuleType("mine")
+    module.match = lambda features0, features1: make_matches(len(features0.keypoints))
+    monkeypatch.setitem(sys.modules, "mine", module)
     function = matchers.load_matcher_function("mine:match")
     with pytest.raises(RequestError, match="mine:match"):
         function(extract_pair(photo, photo[20:, 30:]))

@@ -67,13 +67,14 @@ def test_disturbed_pairs_share_the_first_view_and_are_decoded_once(
     images, image_pairs = source.load_scene(0)
     by_condition = {pair.condition: pair for pair in image_pairs}
     # Level 0 of blur, level 0 of noise and factor 1 of light leave the second view as it is.
-    calm = [by_condition[key] for key in (("blur (px)", 0.0), ("noise (gray levels)", 0.0))]
-    calm.append(by_condition["illumination (factor)", 1.0])
-    for pair in calm:
-        np.testing.assert_array_equal(images[pair.second], images[calm[0].second])
-        assert pair.first == calm[0].first and (pair.truth == calm[0].truth).all()
+    undisturbed = [by_condition[key] for key in (("blur (px)", 0.0), ("noise (gray levels)", 0.0))]
+    undisturbed.append(by_condition["illumination (factor)", 1.0])
+    view = images[undisturbed[0].second]
+    for pair in undisturbed:
+        np.testing.assert_array_equal(images[pair.second], view)
+        assert pair.first == undisturbed[0].first and (pair.truth == undisturbed[0].truth).all()
     dark = images[by_condition["illumination (factor)", 0.5].second]
-    assert abs(dark.mean() / images[calm[0].second].mean() - 0.5) < 0.01
+    assert abs(dark.mean() / view.mean() - 0.5) < 0.01
     source.load_color_image(0, 1)
     assert len(decoded) == 1
 
@@ -159,13 +160,11 @@ def test_resizing_takes_the_homography_along(tmp_path, photo):
     "text",
     [
         "1 0 0\n0 1 0\n",
-        "1 0 zero\n0 1 0\n0 0 1\n",
-        "1 0 0\n2 0 0\n0 0 1\n",
+        "1 0 0\n2 0 0\n0 0 1\n",  # singular
         "1 0 nan\n0 1 0\n0 0 1\n",
-        "1 0 0\n0 1 inf\n0 0 1\n",
     ],
 )
-def test_wrong_homography_is_named(tmp_path, small, text):
+def test_a_wrong_homography_is_named(tmp_path, small, text):
     (write_sequence(tmp_path / "a", small, {2: SHIFT}) / "H_1_2").write_text(text)
     with pytest.raises(RequestError, match="H_1_2: "):
         HPatchesPairs(tmp_path)
@@ -182,18 +181,16 @@ def test_two_files_of_one_number_are_named(tmp_path, small):
 
 
 def test_missing_files_of_a_sequence_are_named(tmp_path, small):
-    def check_refused(words):
-        with pytest.raises(RequestError, match=words):
-            HPatchesPairs(tmp_path)
-
-    check_refused(str(tmp_path))
     folder = write_sequence(tmp_path / "a", small, {2: SHIFT, 3: TURN})
     (folder / "H_1_3").rename(folder / "H_1_4")
-    check_refused("image 3 and homography H_1_3")
+    with pytest.raises(RequestError, match="H_1_3"):
+        HPatchesPairs(tmp_path)
     (folder / "3.png").unlink()
-    check_refused("image 4 and homography H_1_4")
+    with pytest.raises(RequestError, match="H_1_4"):
+        HPatchesPairs(tmp_path)
     (folder / "1.png").unlink()
-    check_refused("no image 1")
+    with pytest.raises(RequestError, match="image 1"):
+        HPatchesPairs(tmp_path)
 
 
 def set_entry(matrix, index, value):
@@ -207,21 +204,15 @@ def set_entry(matrix, index, value):
     "text",
     [
         "a.png b.png 0 0 1 2 3",
-        line("a.png", "b.png").replace(" 0 0 ", " 0 1 ", 1),
-        line("a.png", "b.png", pose=np.diag([1.0, 1, 2, 1])),
-        line("a.png", "b.png", pose=set_entry(np.eye(4), (3, 0), 0.1)),
-        line("a.png", "b.png", pose=set_entry(np.eye(4), (3, 3), 2.0)),
+        line("a.png", "b.png").replace(" 0 0 ", " 0 1 ", 1),  # a rotated photograph
+        line("a.png", "b.png", pose=np.diag([1.0, 1, 2, 1])),  # no rotation
         line("a.png", "b.png", pose=set_entry(np.eye(4), (0, 3), np.nan)),
-        line("a.png", "b.png", K0=set_entry(CAMERA, (0, 0), 0.0)),
-        line("a.png", "b.png", K0=set_entry(CAMERA, (0, 2), np.inf)),
-        line("a.png", "b.png", K0=set_entry(CAMERA, (1, 1), np.nan)),
         line("a.png", "b.png", K0=2.0 * CAMERA),
-        line("a.png", "b.png", K0=set_entry(CAMERA, (2, 0), 0.01)),
     ],
 )
-def test_wrong_line_of_cameras_is_named(tmp_path, text):
+def test_a_wrong_line_of_cameras_is_named(tmp_path, text):
     (tmp_path / "pairs.txt").write_text(f"{line('a.png', 'b.png')}\n{text}\n")
-    with pytest.raises(RequestError, match=r"pairs\.txt line 2"):
+    with pytest.raises(RequestError, match=r"pairs\.txt.* 2"):
         pair_files.read_pairs(tmp_path / "pairs.txt")
 
 

@@ -24,7 +24,7 @@ OPTIONS = ["--max-keypoints", "400", "--network-keypoints", "100", "--no-refine"
 NAMES = ("astronaut", "chelsea", "coffee", "rocket", "camera", "moon", "gravel", "brick")
 
 
-def views_of(photo, number):
+def make_views(photo, number):
     """A photograph (H, W), a rotated, smaller, darker view of it, and the homography."""
     height, width = photo.shape
     turn = cv2.getRotationMatrix2D((width / 2, height / 2), 25 + 20 * number, 0.7)
@@ -43,7 +43,7 @@ def sequences(tmp_path_factory):
         photo = getattr(data, name)()
         if photo.ndim == 3:
             photo = cv2.cvtColor(photo, cv2.COLOR_RGB2GRAY)
-        image0, image1, H = views_of(photo, number)
+        image0, image1, H = make_views(photo, number)
         (folder / name).mkdir()
         cv2.imwrite(str(folder / name / "1.png"), image0)
         cv2.imwrite(str(folder / name / "2.png"), image1)
@@ -60,11 +60,11 @@ def evaluate_pairs(folder, out, *options):
 def test_the_evaluation_and_a_matcher_find_the_same_matches(sequences):
     source = HPatchesPairs(sequences)
     networks = matchers.load_networks({OURS: find_shipped_weights()}, "cpu", FEW, "sift", [])
-    compared = matchers.MatcherSet(networks)
+    matcher_set = matchers.MatcherSet(networks)
     matcher = Matcher.load(device="cpu", refine=False, **FEW)
     for index in (0, 2):
-        (pair,) = extract_scene_pairs(source, index, compared.evaluated.extract)
-        matches = compared.match(pair)[OURS].keep_above(compared.thresholds[OURS])
+        (pair,) = extract_scene_pairs(source, index, matcher_set.evaluated.extract)
+        matches = matcher_set.match(pair)[OURS].keep_above(matcher_set.thresholds[OURS])
         result = matcher.match(*source.files[index])
         np.testing.assert_array_equal(matches.indices, result.matches)
         np.testing.assert_array_equal(matches.scores, result.scores)
@@ -95,13 +95,13 @@ def test_network_keypoints_change_what_the_network_gets_and_nothing_else(sequenc
     for name, options in (("few", OPTIONS), ("all", [*OPTIONS, "--network-keypoints", "400"])):
         evaluate_pairs(sequences, tmp_path / name, *options)
         rows.append(read_csv(tmp_path / name / "pairs.csv"))
-    few, every = ([row for row in part if row["matcher"] != OURS] for part in rows)
-    assert few == every
-    few, every = ([row for row in part if row["matcher"] == OURS] for part in rows)
-    assert few != every
-    same = ("pair", "keypoints0", "keypoints1", "true_matches")
-    for one, other in zip(few, every):
-        assert [one[key] for key in same] == [other[key] for key in same]
+    rows_of_few, rows_of_all = ([row for row in part if row["matcher"] != OURS] for part in rows)
+    assert rows_of_few == rows_of_all
+    rows_of_few, rows_of_all = ([row for row in part if row["matcher"] == OURS] for part in rows)
+    assert rows_of_few != rows_of_all
+    for row, row_of_all in zip(rows_of_few, rows_of_all):
+        for key in ("pair", "keypoints0", "keypoints1", "true_matches"):
+            assert row[key] == row_of_all[key]
 
 
 @pytest.mark.slow

@@ -1,6 +1,4 @@
-"""The headlines, the printed tables, the numbers in files, the command that prints them, and the
-page.
-"""
+"""The headline, the numbers of tables and files, the command that prints them, and the page."""
 
 import base64
 import math
@@ -12,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_evaluations import make_results
-from reading import read_json
+from reading import read_error, read_json
 
 from pipeline import errors
 from pipeline import report as command
@@ -37,37 +35,23 @@ def test_headline_has_three_verdicts(errors_of_ours, errors_of_ratio_test, headl
     assert report.make_headlines(results) == [headline]
 
 
-def test_kept_initial_weights_are_the_first_sentence():
+def test_a_training_that_kept_its_initial_weights_is_named_first():
     results = make_results(HARD, HARD + 4, models={OURS: {"step": 0}})
     assert report.make_headlines(results) == [report.KEPT, BETTER]
-    assert report.make_summary(results).startswith(report.KEPT)
-    assert report.make_note(results, "test").startswith(f"**{report.KEPT} {BETTER}**")
-    assert f"<h1>{report.KEPT}</h1>" in render(results)
 
 
-def test_text_begins_with_the_summary_and_its_tables_have_percent_and_pixels():
-    results = make_results(HARD, HARD + 4)
-    assert report.make_text(results).startswith(report.make_summary(results))
-    lines = report.make_text(results).splitlines()
-    assert lines[0] == BETTER
+def test_tables_have_percent():
+    lines = report.make_text(make_results(HARD, HARD + 4)).splitlines()
     ours = [line.split() for line in lines if line.startswith("SuperGlue ")]
     assert ours[0] == ["SuperGlue", "10", "50.0", "50.0", "0.0"]
     assert ours[1][1:5] == ["4.2", "16.4", "28.6", "57.5"]
-
-
-def test_the_description_of_a_run_is_a_markdown_table_of_four_rows():
-    first, table = report.make_note(make_results(HARD, HARD + 4), "test").split("\n\n")
-    assert first.startswith(f"**{BETTER}**") and first.endswith("`test/index.html`.")
-    head, line, *rows = table.splitlines()
-    assert head.split(" | ")[1:3] == ["SuperGlue", "ratio test"] and set(line) <= set("|- ")
-    assert len(rows) == 4 and rows[0].startswith("| precision, correct matches | 50.0 | 50.0 |")
 
 
 @pytest.mark.parametrize(
     "value, written",
     [(0.55622749, 0.5562), (0.00004999, 0.0), (217.84, 217.8), (math.inf, math.inf)],
 )
-def test_files_hold_the_digits_that_mean_something(value, written):
+def test_numbers_have_four_digits(value, written):
     assert report.round_number(value) == written
 
 
@@ -83,17 +67,14 @@ def evaluated(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_command_prints_it_and_where_to_look(evaluated, capsys):
+def test_the_command_prints_the_summary(evaluated, capsys):
     assert command.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == BETTER
-    assert any("report.txt" in line for line in lines) and "make ui" in lines[-1]
-    short = read_json(evaluated / "reports/evaluate/summary.json")
-    assert short["within_5"] == pytest.approx(58.33)
+    assert capsys.readouterr().out.startswith(BETTER)
+    summary = read_json(evaluated / "reports/evaluate/summary.json")
+    assert summary["within_5"] == pytest.approx(58.33)
     (evaluated / "reports/evaluate/summary.txt").unlink()
     assert errors.run(command.main, []) == 2
-    message = capsys.readouterr().err
-    assert "summary.txt: no evaluation here yet" in message and message.count("\n") == 1
+    assert "summary.txt" in read_error(capsys)
 
 
 LOCK = """
@@ -122,7 +103,7 @@ def commit(folder, auc, images="aa", pairs=3, precision="float32"):
         subprocess.run([*git, *words], check=True)
 
 
-def test_two_have_a_change_and_more_a_mean_and_all_say_what_cannot_be_compared(
+def test_commits_are_compared_and_differences_of_their_data_are_named(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -132,23 +113,22 @@ def test_two_have_a_change_and_more_a_mean_and_all_say_what_cannot_be_compared(
     commit(tmp_path, 53.0, precision="portable")
     assert command.main(["HEAD~1", "HEAD"]) == 0
     printed = capsys.readouterr().out
-    assert "auc_5    50.0  53.0  +3.00" in printed and "compared" not in printed
+    assert "auc_5    50.0  53.0  +3.00" in printed and "photographs" not in printed
     assert command.main(["HEAD", "HEAD~1"]) == 0
     assert "auc_5  53.0    50.0  -3.00" in capsys.readouterr().out
     commit(tmp_path, 90.0, images="bb", pairs=4)
     assert command.main(["HEAD~1", "HEAD"]) == 0
     printed = capsys.readouterr().out
-    said = "HEAD~1 and HEAD have other photographs and another protocol: their metrics cannot be"
-    assert said in printed
+    assert "photographs" in printed and "protocol" in printed
     assert command.main(["HEAD~2", "HEAD~1", "HEAD"]) == 0
     rows = {row.split()[0]: row.split()[1:] for row in capsys.readouterr().out.splitlines()}
     assert rows["auc_5"] == ["50.0", "53.0", "90.0", "64.33", "40.0"]
     assert rows["f1"] == ["60.0", "60.0", "60.0", "60.00", "0.0"]
     (tmp_path / "dvc.lock").write_text(LOCK.format(images="cc", pairs=4, precision="float32"))
     assert command.main(["HEAD", "workspace"]) == 0
-    assert "HEAD and workspace have other photographs: their" in capsys.readouterr().out
+    assert "photographs" in capsys.readouterr().out
     assert errors.run(command.main, ["nowhere"]) == 2
-    assert "nowhere: no experiment or commit with metrics" in capsys.readouterr().err
+    assert "nowhere" in read_error(capsys)
 
 
 # The page
@@ -164,27 +144,13 @@ def render(results, curves=None):
     return text
 
 
-def test_the_page_begins_with_the_verdict_three_numbers_and_a_pair(tmp_path):
+def test_the_page_has_the_verdict_the_pictures_and_escaped_text(tmp_path):
     (tmp_path / "curves.svg").write_text("<svg/>")
     results = make_results(HARD, HARD + 1, pictures=[PICTURE] * 2)
     page = render(results, tmp_path / "curves.svg")
-    first, rest = page.partition("<body>")[2].split("<h2>", 1)
-    assert (
-        f"<h1>{report.make_headlines(results)[0]}</h1>" in first
-        and first.count('class="card"') == 3
-    )
-    assert "made &lt;b&gt;" in first and "01234567" in first
-    assert first.count("data:image/jpeg") == 1 and "image/svg+xml" in first
-    assert "A typical pair &amp; &lt;blur&gt;." in first and "median-1" not in page
-    assert rest.count("data:image/jpeg") == 1  # the other picture, small
-    assert "RANSAC, matches as detected" in rest and "<th>AUC, as detected</th>" in rest
-    assert "The learning curve" not in render(results)
-
-
-def test_a_few_photographs_get_no_intervals_and_no_differences():
-    page = render(make_results([1.0] * 3, [2.0] * 3))
-    assert "Too few photographs for a verdict" in page
-    assert "95 % interval" not in page and "too few" not in page
+    assert f"<h1>{report.make_headlines(results)[0]}</h1>" in page
+    assert "made &lt;b&gt;" in page and "A typical pair &amp; &lt;blur&gt;." in page
+    assert page.count("data:image/jpeg") == 2
 
 
 def test_robustness_is_drawn_at_every_level():
@@ -195,10 +161,7 @@ def test_robustness_is_drawn_at_every_level():
     robustness_charts = charts.draw_robustness_charts(
         pd.concat(frames).set_index(names), "ransac", charts.assign_colors([OURS, "ratio_test"])
     )
-    assert [caption for _, caption in robustness_charts] == [
-        "recall; at least 12 pairs at each level",
-        "AUC@5 RANSAC; at least 12 pairs at each level",
-    ]
+    assert len(robustness_charts) == 2
     svg = svg_of(robustness_charts[0][0])
     assert svg.index(">2<") < svg.index(">10<")  # levels by value, not as words
 

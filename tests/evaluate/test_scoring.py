@@ -16,7 +16,7 @@ from superglue_sift.matches import Matches
 SIZE = (320, 240)
 
 
-def pair_of(points0, points1, H):
+def make_labeled_pair(points0, points1, H):
     features = features_at(points0), features_at(points1)
     return LabeledPair(ImagePair("p", 0, 1, H), "s", 0, features, features)
 
@@ -26,9 +26,9 @@ def settings(make_params):
     return scoring.ScoringSettings(make_params("evaluate"))
 
 
-def score(labeled_pair, answer, settings):
+def score(labeled_pair, matches, settings):
     """The values of one matcher: of errors by estimator, of others by metric."""
-    rows = scoring.score_pair(labeled_pair, {OURS: answer}, {}, settings).rows
+    rows = scoring.score_pair(labeled_pair, {OURS: matches}, {}, settings).rows
     return {estimator or metric: value for _, _, _, estimator, _, metric, value in rows}
 
 
@@ -39,25 +39,25 @@ def exact():
     points0 = rng.uniform([80, 60], [240, 180], (20, 2))
     order = rng.permutation(20)
     points1 = transform(points0, TURN)[order]
-    return pair_of(points0, points1, TURN), np.argsort(order)
+    return make_labeled_pair(points0, points1, TURN), np.argsort(order)
 
 
 def test_perfect_matches_give_perfect_metrics(exact, settings):
     labeled_pair, partner = exact
     np.testing.assert_array_equal(scoring.index_true_matches(labeled_pair.pair, TURN), partner)
-    found = score(labeled_pair, Matches.from_dense(partner, np.ones(20)), settings)
-    assert [found[name] for name in ("matches", "correct", "true_matches", "found")] == [20] * 4
-    assert found["precision"] == found["recall"] == 1.0
-    assert found["ransac"] < 0.01 and found["dlt"] < 0.01
+    values = score(labeled_pair, Matches.from_dense(partner, np.ones(20)), settings)
+    assert [values[name] for name in ("matches", "correct", "true_matches", "found")] == [20] * 4
+    assert values["precision"] == values["recall"] == 1.0
+    assert values["ransac"] < 0.01 and values["dlt"] < 0.01
 
 
-def test_a_match_near_its_partner_is_correct_and_not_found(settings):
+def test_a_match_near_its_partner_counts_for_precision_and_not_for_recall(settings):
     """Precision asks for less than 3 px, strictly; recall asks for the true partner itself."""
     points0 = np.array([[10.0, 10], [60, 10], [110, 10], [160, 10]])
     points1 = np.concatenate([points0, [[62.5, 10], [113.0, 10]]])
-    labeled_pair = pair_of(points0, points1, np.eye(3))
-    found = score(labeled_pair, Matches.from_dense(np.array([0, 4, 5, -1]), np.ones(4)), settings)
-    assert found["precision"] == pytest.approx(2 / 3) and found["recall"] == 1 / 4
+    labeled_pair = make_labeled_pair(points0, points1, np.eye(3))
+    values = score(labeled_pair, Matches.from_dense(np.array([0, 4, 5, -1]), np.ones(4)), settings)
+    assert values["precision"] == pytest.approx(2 / 3) and values["recall"] == 1 / 4
 
 
 def find_correct(labeled_pair, count):
@@ -67,20 +67,22 @@ def find_correct(labeled_pair, count):
     return scoring.find_correct_matches(*points, labeled_pair.images.truth)
 
 
-def test_a_match_is_right_below_3_px_in_the_image_where_it_is_off_more():
+def test_a_match_is_correct_below_3_px_in_the_image_of_the_larger_error():
     """As in the SuperGlue paper and the protocols of HPatches."""
     points0 = np.float32([[0, 10], [0, 20], [0, 30]])
     below, above = (np.nextafter(np.float32(3), np.float32(end)) for end in (0, 4))
     points1 = points0 + np.float32([[below, 0], [3, 0], [above, 0]])
-    for one, other in ((points0, points1), (points1, points0)):
-        right = find_correct(pair_of(one, other, np.eye(3)), 3)
-        assert right.tolist() == [True, False, False]
+    for points in ((points0, points1), (points1, points0)):
+        is_correct = find_correct(make_labeled_pair(*points, np.eye(3)), 3)
+        assert is_correct.tolist() == [True, False, False]
     # 2 px in image 0 are 4 px in image 1, which is twice as large
-    enlarged = pair_of(points0[:2], 2 * points0[:2] + [[2.9, 0], [4, 0]], np.diag([2.0, 2, 1]))
+    enlarged = make_labeled_pair(
+        points0[:2], 2 * points0[:2] + [[2.9, 0], [4, 0]], np.diag([2.0, 2, 1])
+    )
     assert find_correct(enlarged, 2).tolist() == [True, False]
 
 
-def test_a_match_of_two_cameras_is_right_up_to_a_distance_from_its_epipolar_line():
+def test_a_match_of_two_cameras_is_correct_near_its_epipolar_line():
     """The camera moves to the side, so the lines are level. A match that is d px off has the
     squared symmetric distance 2 (d / 1000)^2, which is below 5e-4 up to d = 15.811 px.
     """
@@ -89,28 +91,30 @@ def test_a_match_of_two_cameras_is_right_up_to_a_distance_from_its_epipolar_line
     T[0, 3] = 1.0
     points0 = np.array([[60.0, 100], [80, 100], [100, 100]])
     points1 = points0 - [[30, 0], [30, -15.80], [30, -15.82]]
-    labeled_pair = pair_of(points0, points1, CameraPair(K, K, T))
+    labeled_pair = make_labeled_pair(points0, points1, CameraPair(K, K, T))
     assert find_correct(labeled_pair, 3).tolist() == [True, True, False]
 
 
-def test_only_matches_above_a_matchers_threshold_count_and_all_are_kept_for_the_curves(settings):
+def test_metrics_are_of_matches_above_the_threshold_and_curves_of_all(settings):
     points = np.array([[10.0, 10], [60, 10], [110, 10], [160, 10]])
-    labeled_pair = pair_of(points, [*points, [300, 200]], np.eye(3))
+    labeled_pair = make_labeled_pair(points, [*points, [300, 200]], np.eye(3))
     scores = np.array([0.1, 0.2, 0.3, 0.9])
-    answer = Matches(np.array([[0, 0], [1, 1], [2, 2], [3, 4]]), scores)
-    rows, outcomes = scoring.score_pair(labeled_pair, {OURS: answer}, {OURS: 0.2}, settings)[2:4]
+    matches = Matches(np.array([[0, 0], [1, 1], [2, 2], [3, 4]]), scores)
+    rows, outcomes = scoring.score_pair(labeled_pair, {OURS: matches}, {OURS: 0.2}, settings)[2:4]
     values = {metric: value for *_, metric, value in rows}
     assert [values[name] for name in ("matches", "correct", "found")] == [2, 1, 1]
     assert values["precision"] == 1 / 2 and values["recall"] == 1 / 4
-    confidences, right, hits, truth = outcomes[OURS]
-    assert confidences.tolist() == scores.tolist() and truth == 4
-    assert right.tolist() == hits.tolist() == [True, True, True, False]
+    confidences, is_correct, is_exact, true_count = outcomes[OURS]
+    assert confidences.tolist() == scores.tolist() and true_count == 4
+    assert is_correct.tolist() == is_exact.tolist() == [True, True, True, False]
 
 
 def test_recall_is_undefined_without_a_true_match(settings):
     """Here all keypoints of image 0 lie outside of image 1."""
     points = np.array([[10.0, 10], [60, 10]])
-    labeled_pair = pair_of(points, points, np.array([[1.0, 0, 900], [0, 1, 0], [0, 0, 1]]))
+    labeled_pair = make_labeled_pair(
+        points, points, np.array([[1.0, 0, 900], [0, 1, 0], [0, 0, 1]])
+    )
     values = score(labeled_pair, Matches.from_dense(np.array([0, 1]), np.ones(2)), settings)
     assert values["true_matches"] == values["precision"] == 0 and values["matches"] == 2
     assert math.isnan(values["recall"])
@@ -118,7 +122,7 @@ def test_recall_is_undefined_without_a_true_match(settings):
 
 def test_pairs_without_keypoints_have_rows(settings):
     for count0, count1 in ((0, 0), (1, 0), (0, 1)):
-        labeled_pair = pair_of(np.ones((count0, 2)), np.ones((count1, 2)), SHIFT)
+        labeled_pair = make_labeled_pair(np.ones((count0, 2)), np.ones((count1, 2)), SHIFT)
         for matches in matchers.match_baselines(labeled_pair.pair).values():
             values = score(labeled_pair, matches, settings)
             assert math.isinf(values["ransac"]) and values["precision"] == 0.0
@@ -127,7 +131,7 @@ def test_pairs_without_keypoints_have_rows(settings):
 
 def test_matches_of_photographs_with_nothing_in_common_are_counted(settings):
     points = np.array([[10.0, 10], [60, 10], [110, 10]])
-    labeled_pair = pair_of(points, points, None)
+    labeled_pair = make_labeled_pair(points, points, None)
     matches = Matches(np.array([[0, 0], [1, 1], [2, 2]]), np.array([0.1, 0.3, 0.9]))
     rows = scoring.score_pair(labeled_pair, {OURS: matches}, {OURS: 0.2}, settings).rows
     assert [row[-2:] for row in rows] == [("matches", 2.0)]
@@ -147,9 +151,9 @@ def test_reprojection_error_is_the_larger_of_both_directions():
 def test_every_estimator_finds_an_exact_homography(exact, settings, name):
     labeled_pair, partner = exact
     settings = settings._replace(estimators=(name,))
-    every = Matches.from_dense(partner, np.ones(20))
-    assert score(labeled_pair, every, settings)[name] < 0.05
-    assert math.isinf(score(labeled_pair, every.select(np.arange(3)), settings)[name])
+    matches = Matches.from_dense(partner, np.ones(20))
+    assert score(labeled_pair, matches, settings)[name] < 0.05
+    assert math.isinf(score(labeled_pair, matches.select(np.arange(3)), settings)[name])
 
 
 @pytest.mark.parametrize("matcher", [OURS, *matchers.BASELINES])
@@ -163,7 +167,7 @@ def test_least_squares_uses_the_confidences_of_every_matcher(exact, settings, es
     for doubtful in (0.1, 0.95):
         scores = np.full(20, 0.95)
         scores[:2] = doubtful
-        given = Matches.from_dense(wrong, scores)
-        found = scoring.compute_errors(labeled_pair, matcher, given, settings)
-        errors.append({name: error for name, _, error in found}[estimator])
+        matches = Matches.from_dense(wrong, scores)
+        rows = scoring.compute_errors(labeled_pair, matcher, matches, settings)
+        errors.append({name: error for name, _, error in rows}[estimator])
     assert errors[0] < 0.1 and errors[1] > 5
