@@ -49,10 +49,10 @@ def test_images_read_back_and_a_changed_one_is_bad(image_folder):
     with pytest.raises(BadImage, match="CRC-32"):
         images.read(second)
     (image_folder / "coffee.png").write_bytes(b"x")
-    with pytest.raises(BadImage, match=f"has 1 bytes, {second.size} when"):
+    with pytest.raises(BadImage, match="1 bytes"):
         images.read(second)
     (image_folder / "coffee.png").unlink()
-    with pytest.raises(BadImage, match="cannot be read"):
+    with pytest.raises(BadImage):
         images.read(second)
 
 
@@ -78,7 +78,7 @@ def test_images_of_a_zip_that_cannot_be_read_in_place_are_bad(tmp_path):
         dataset.ImageSet([entry], {"train": str(tmp_path / "a.zip")}).read(entry)
 
 
-def test_files_of_equal_size_and_end_are_no_copies(tmp_path, photo):
+def test_files_of_equal_size_and_end_have_different_contents(tmp_path, photo):
     """Uncompressed photographs of one size, with a white line below."""
     for number in range(3):
         picture = photo[number : number + 200, :300].copy()
@@ -105,18 +105,18 @@ def test_lists_and_annotations_name_images_of_a_folder_or_zip(roots, tmp_path, s
     text = "\r\n".join([NAMES[1], "  # a comment", "", NAMES[0], NAMES[0]])
     if suffix == ".json":
         text = json.dumps({"images": [{"file_name": name} for name in NAMES]}, ensure_ascii=False)
-    listed = tmp_path / f"list{suffix}"
-    listed.write_bytes(text.encode(encoding))
+    list_file = tmp_path / f"list{suffix}"
+    list_file.write_bytes(text.encode(encoding))
     for root in roots:
-        assert open_container(listed, str(root)).names == NAMES
+        assert open_container(list_file, str(root)).names == NAMES
 
 
 def test_names_may_lead_to_other_folders(image_folder, tmp_path):
     (tmp_path / "lists").mkdir()
-    listed = tmp_path / "lists/list.txt"
+    list_file = tmp_path / "lists/list.txt"
     names = [str(image_folder / "chelsea.jpg"), f"../{image_folder.name}/coffee.png"]
-    listed.write_text("\n".join(names))
-    container = open_container(listed)
+    list_file.write_text("\n".join(names))
+    container = open_container(list_file)
     entries = container.read_entries(container.names)
     data = [(image_folder / name).read_bytes() for name in ("coffee.png", "chelsea.jpg")]
     assert [entry.crc32 for entry in entries] == [f"{zlib.crc32(part):08x}" for part in data]
@@ -129,22 +129,18 @@ def test_a_missing_image_of_a_list_is_bad(image_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, text, root, named",
+    "name, text, file",
     [
-        ("list.txt", "gone.jpg\n", "", r"gone\.jpg"),
-        ("list.txt", "gone.jpg\nchelsea.jpg\n", "zipped.zip", r"gone\.jpg"),
-        ("list.txt", "\n", "", r"list\.txt"),
-        ("list.txt", "a.jpg\n", "nowhere", "nowhere"),
-        ("x.pdf", "x", "", r"x\.pdf"),
-        ("torn.zip", "PK", "", r"torn\.zip"),
+        ("list.txt", "gone.jpg\n", r"gone\.jpg"),
+        ("list.txt", "\n", r"list\.txt"),
+        ("x.pdf", "x", r"x\.pdf"),
+        ("torn.zip", "PK", r"torn\.zip"),
     ],
 )
-def test_a_wrong_list_is_named(image_folder, tmp_path, monkeypatch, name, text, root, named):
-    monkeypatch.chdir(tmp_path)
-    shutil.make_archive("zipped", "zip", image_folder)
+def test_a_wrong_list_is_named(image_folder, tmp_path, name, text, file):
     (tmp_path / name).write_text(text)
-    with pytest.raises(RequestError, match=named):
-        open_container(tmp_path / name, root or str(image_folder))
+    with pytest.raises(RequestError, match=file):
+        open_container(tmp_path / name, str(image_folder))
 
 
 # --- the split
@@ -159,7 +155,7 @@ def test_an_image_is_held_out_if_its_hash_is_below_the_fraction():
     assert dataset.hash_fraction(0, "7.jpg") == int.from_bytes(digest[:8], "big") / 2**64
 
 
-def test_too_few_images_are_made_up_by_the_next_hashes():
+def test_the_smallest_hashes_fill_up_a_split_that_is_too_small():
     names = sorted("abcdefgh", key=lambda name: dataset.hash_fraction(0, name))
     assert dataset.hold_out(names, 1e-9, 0, (1, 3))[1] == sorted(names[:3])
     assert dataset.hold_out(names, 1 - 1e-9, 0, (2, 1))[0] == sorted(names[-2:])

@@ -27,7 +27,7 @@ NO_DALI = find_missing("dali")
 NO_TORCHVISION = find_missing("torchvision")
 needs_dali = pytest.mark.skipif(bool(NO_DALI), reason=NO_DALI)
 needs_torchvision = pytest.mark.skipif(bool(NO_TORCHVISION), reason=NO_TORCHVISION)
-both = pytest.mark.parametrize(
+both_decoders = pytest.mark.parametrize(
     "decoder",
     [
         pytest.param("dali", marks=needs_dali),
@@ -77,7 +77,7 @@ def images(tmp_path, color_photo):
     return ImageSet(entries, {"photographs": str(folder)})
 
 
-def by_pillow(images, entry):
+def decode_by_pillow(images, entry):
     """Pixels, or the reason why there are none."""
     try:
         return decode_gray(images.read(entry), entry.name)
@@ -85,41 +85,41 @@ def by_pillow(images, entry):
         return bad
 
 
-def outcomes(images, decoded):
+def complete(images, decoded):
     """Each entry with its pixels or the reason; Pillow decides where there are none."""
-    for work in decoded:
-        yield (work, by_pillow(images, work)) if isinstance(work, Entry) else work
+    for item in decoded:
+        yield (item, decode_by_pillow(images, item)) if isinstance(item, Entry) else item
 
 
 def check_same(decoded, images, leave_out=()):
     """The entries in order, with Pillow's pixels or reason."""
     entries = images.select_entries("train")
-    results = list(outcomes(images, decoded))
+    results = list(complete(images, decoded))
     assert [entry for entry, _ in results] == entries
-    for entry, one in results:
-        other = by_pillow(images, entry)
-        if isinstance(other, BadImage):
-            assert str(one) == str(other)
+    for entry, pixels in results:
+        expected = decode_by_pillow(images, entry)
+        if isinstance(expected, BadImage):
+            assert str(pixels) == str(expected)
         elif entry.name not in leave_out:
-            np.testing.assert_array_equal(one, other, entry.name)
-            assert one.dtype == np.uint8
+            np.testing.assert_array_equal(pixels, expected, entry.name)
+            assert pixels.dtype == np.uint8
 
 
 @on_cpu
-@both
+@both_decoders
 @pytest.mark.parametrize("batch", [1, 4, 5, 64])  # the last one whole, partial, the only one
 def test_pixels_order_and_verdicts_are_those_of_pillow(images, decoder, batch, monkeypatch):
     monkeypatch.setattr(decoders, "BATCH", batch)
     check_same(decoders.read_and_decode(decoder, images, images.select_entries("train")), images)
-    others = [
+    no_jpegs = [
         entry for entry in images.select_entries("train") if entry.name.startswith(("05-", "09-"))
     ]
-    assert list(decoders.read_and_decode(decoder, images, others)) == others  # no JPEG among them
+    assert list(decoders.read_and_decode(decoder, images, no_jpegs)) == no_jpegs
 
 
 @on_cpu
-@both
-def test_what_a_decoder_refuses_pillow_decides(images, monkeypatch, decoder):
+@both_decoders
+def test_pillow_decodes_a_batch_that_a_decoder_refuses(images, monkeypatch, decoder):
     """Without our checks it gets web pages and PNG; the whole batch is then Pillow's."""
     cmyk = [f"{index:02d}.jpg" for index in range(6, 18, 7)]  # taken as it is
     monkeypatch.setattr(decoders, "is_plain_jpeg", lambda data, _: data[:1] in (b"<", b"\xff"))
@@ -129,15 +129,15 @@ def test_what_a_decoder_refuses_pillow_decides(images, monkeypatch, decoder):
 
 
 @pytest.mark.gpu
-@both
+@both_decoders
 def test_a_gpu_decodes_nearly_the_same(images, decoder):
     entries = images.select_entries("train")
-    for entry, one in outcomes(images, decoders.read_and_decode(decoder, images, entries)):
-        other = by_pillow(images, entry)
-        assert isinstance(one, BadImage) == isinstance(other, BadImage), entry.name
-        if not isinstance(one, BadImage):
-            assert one.shape == other.shape
-            assert np.abs(one.astype(int) - other).mean() < 1.0, entry.name
+    for entry, pixels in complete(images, decoders.read_and_decode(decoder, images, entries)):
+        expected = decode_by_pillow(images, entry)
+        assert isinstance(pixels, BadImage) == isinstance(expected, BadImage), entry.name
+        if not isinstance(pixels, BadImage):
+            assert pixels.shape == expected.shape
+            assert np.abs(pixels.astype(int) - expected).mean() < 1.0, entry.name
 
 
 @pytest.mark.parametrize(

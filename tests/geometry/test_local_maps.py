@@ -10,7 +10,7 @@ from superglue_sift.geometry import local_maps, two_view
 AFFINE = np.array([[0.8, -0.6], [0.7, 1.1]])
 
 
-def test_maps_are_those_of_a_homography_though_most_matches_are_wrong():
+def test_maps_are_those_of_the_homography_although_most_matches_are_wrong():
     """Two thirds of the matches are wrong. Those that agree still lie on one plane."""
     rng = np.random.default_rng(0)
     points0, points1 = rng.uniform(0, 300, (2, 180, 2))
@@ -19,14 +19,14 @@ def test_maps_are_those_of_a_homography_though_most_matches_are_wrong():
     np.testing.assert_allclose(maps[:60], two_view.compute_jacobians(TURN, points0[:60]), atol=1e-3)
 
 
-def test_too_few_matches_have_the_fallback():
+def test_with_too_few_matches_the_fallback_is_returned():
     points = np.random.default_rng(0).uniform(0, 300, (5, 2))
     fallback = np.full((5, 2, 2), 7.0)
     assert local_maps.fit_local_maps(points, points, fallback) is fallback
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
-def test_maps_and_predictions_of_an_affine_surface(factor):
+def test_maps_and_predictions_of_an_affine_surface_are_exact(factor):
     """They do not depend on the size of the files, if limits are multiplied."""
     points0 = np.random.default_rng(0).uniform(0, 300, (40, 2))
     points = factor * points0, factor * (points0 @ AFFINE.T + [300, 20])
@@ -42,7 +42,7 @@ def test_maps_and_predictions_of_an_affine_surface(factor):
     np.testing.assert_allclose(maps, np.broadcast_to(AFFINE, (40, 2, 2)), rtol=1e-3)
 
 
-def test_a_map_by_scales_and_orientations():
+def test_a_map_has_the_ratio_of_scales_and_the_difference_of_orientations():
     scales = np.float32([4, 4, 0]), np.float32([8, 4, 9])
     oris = np.float32([10, 0, 0]), np.float32([100, 0, 180])
     maps = local_maps.map_by_orientation(scales, oris)

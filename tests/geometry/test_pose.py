@@ -24,8 +24,8 @@ def view_points(t, noise_px, wrong, count=400, rotation=ROTATION, depths=(4, 12)
     rng = np.random.default_rng(0)
     points0 = rng.uniform([0, 0], [1024, 768], (count, 2))
     rays = two_view.to_homogeneous(two_view.transform(points0, np.linalg.inv(CAMERA)))
-    seen = (rays * rng.uniform(*depths, (count, 1))) @ rotation.T + t
-    points1 = two_view.transform(seen[:, :2] / seen[:, 2:], CAMERA)
+    xyz = (rays * rng.uniform(*depths, (count, 1))) @ rotation.T + t
+    points1 = two_view.transform(xyz[:, :2] / xyz[:, 2:], CAMERA)
     points0, points1 = (p + rng.normal(0, noise_px, p.shape) for p in (points0, points1))
     is_wrong = np.arange(count) < wrong * count
     points1[is_wrong] = rng.uniform([0, 0], [1024, 768], (is_wrong.sum(), 2))
@@ -52,13 +52,13 @@ def test_a_camera_that_stays_at_its_place_shows_no_parallax(rotation, count, noi
     *points, is_wrong = view_points(np.zeros(3), noise_px, wrong, count, rotation)
     R, t, inliers = estimate_relative_pose(*points, CAMERA, CAMERA)
     assert R is not None and t is None
-    right = inliers[~is_wrong]
+    right_inliers = inliers[~is_wrong]
     # A match is off by 1.4 times the noise along each axis. At 1 px, 77 % are within 1.7 px.
-    assert right.mean() > 0.6 and not inliers[is_wrong].any()
+    assert right_inliers.mean() > 0.6 and not inliers[is_wrong].any()
     # Five deviations of the mean of the right matches, and rounding
     rounding = 1e-5
     noise = np.degrees(1.4 * noise_px / FOCAL)
-    assert angle_between(R, rotation) < rounding + 5 * 2 * noise / math.sqrt(right.sum())
+    assert angle_between(R, rotation) < rounding + 5 * 2 * noise / math.sqrt(right_inliers.sum())
 
 
 DEPTH = (4, 12)
@@ -84,7 +84,8 @@ def test_a_camera_that_moves_has_a_direction(baseline, noise_px, depths):
     R, t, inliers = estimate_relative_pose(*points, CAMERA, CAMERA)
     assert np.degrees(np.arccos(abs(t @ true_t) / baseline)) < 15
     assert angle_between(R, ROTATION) < 1.5
-    assert not inliers[is_wrong].all()
+    # A wrong match at random lies within 1.7 px of its line in about 3.4 of 768 px, or 0.4 %.
+    assert inliers[is_wrong].mean() < 0.1
 
 
 def test_a_few_near_points_in_front_of_far_ones_show_parallax():

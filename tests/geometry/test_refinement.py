@@ -37,8 +37,8 @@ def make_matches(H, count=150, noise_px=0.5):
 def refine(grays, points, sizes=(SIZE, SIZE)):
     """Refine matches of keypoints of one scale and one orientation."""
     points = tuple(xy.astype(np.float32) for xy in points)
-    one = np.ones(len(points[0]), np.float32)
-    return refinement.refine(grays, points, (4 * one, 4 * one), (0 * one, 0 * one), sizes)
+    ones = np.ones(len(points[0]), np.float32)
+    return refinement.refine(grays, points, (4 * ones, 4 * ones), (0 * ones, 0 * ones), sizes)
 
 
 def refine_and_measure(grays, H, noise_px=0.5):
@@ -99,9 +99,8 @@ def test_the_sharper_image_is_blurred(blurred, deviation, limit_px, monkeypatch)
 @pytest.mark.parametrize(
     "blur, count", [(3, 3), *(pytest.param(n, 20, marks=pytest.mark.slow) for n in (0, 4))]
 )
-def test_deviations_of_photographs(shared_data, blur, count):
-    """Deviations are right for photographs and blurred views of them, in which SIFT finds large
-    keypoints alone.
+def test_deviations_are_right_for_photographs(shared_data, blur, count):
+    """Also for blurred views, in which SIFT finds large keypoints alone.
 
     The view has noise of two gray levels: it is warped from the same exposure, so that noise would
     be equal in both images, which it never is in two photographs.
@@ -164,7 +163,7 @@ def test_a_match_that_cannot_be_refined_keeps_its_position():
 
 
 @pytest.mark.parametrize("shape, count", [((1, 1), 1), ((1, 300), 9), ((300, 1), 0)])
-def test_images_of_any_size_and_any_number_of_matches(shape, count):
+def test_in_images_without_room_for_a_patch_matches_keep_their_positions(shape, count):
     image = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     points = np.random.default_rng(1).uniform(0, 1, (count, 2)) * (np.array(shape[::-1]) - 1)
     sizes = [shape[::-1]] * 2

@@ -20,8 +20,11 @@ def add_noise(points, seed=1):
 
 def find(points0, points1, size1=SIZE):
     """Whether matches are on a watermark, among 600 other keypoints all over both images."""
-    others = sample_points(0, 0, 639, 479, 1200, seed=7) * (np.array(size1) / SIZE)
-    keypoints = np.concatenate([points0, others[:600]]), np.concatenate([points1, others[600:]])
+    unmatched = sample_points(0, 0, 639, 479, 1200, seed=7) * (np.array(size1) / SIZE)
+    keypoints = [
+        np.concatenate([points0, unmatched[:600]]),
+        np.concatenate([points1, unmatched[600:]]),
+    ]
     matches = np.stack([np.arange(len(points0))] * 2, axis=1)
     return find_watermarks(keypoints, matches, (SIZE, size1))
 

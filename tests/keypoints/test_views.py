@@ -141,26 +141,26 @@ def test_huge_images_are_shrunk_without_aliasing_and_without_a_shift(size):
     assert inside.max() < 6 and inside.mean() < 1.5
 
 
-def test_everything_off_changes_nothing(photo):
+def test_distortions_of_zero_change_nothing(photo):
     off = SimpleNamespace(**OFF)
     assert np.array_equal(views.distort(photo, make_generator(0, "a", 1), off), photo)
 
 
 @pytest.mark.parametrize("key", LIGHTS)
-def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key):
-    only = SimpleNamespace(**{**OFF, key: LIGHTS[key]})
-    changed = [
-        views.distort(photo, make_generator(0, "a", i), only).astype(float) for i in range(4)
+def test_a_distortion_changes_the_picture_and_does_not_move_it(photo, key):
+    limits = SimpleNamespace(**{**OFF, key: LIGHTS[key]})
+    distorted = [
+        views.distort(photo, make_generator(0, "a", i), limits).astype(float) for i in range(4)
     ]
-    assert any(np.abs(out - photo).mean() > 0.5 for out in changed)
+    assert any(np.abs(picture - photo).mean() > 0.5 for picture in distorted)
     middle = photo[:, 8:-8].ravel()
-    for out in changed:
-        shifted = (np.roll(out, shift, 1)[:, 8:-8].ravel() for shift in (-2, 0, 2))
-        likeness = [np.corrcoef(pixels, middle)[0, 1] for pixels in shifted]
-        assert likeness[1] == max(likeness) > 0.8
+    for picture in distorted:
+        shifted = (np.roll(picture, shift, 1)[:, 8:-8].ravel() for shift in (-2, 0, 2))
+        correlations = [np.corrcoef(pixels, middle)[0, 1] for pixels in shifted]
+        assert correlations[1] == max(correlations) > 0.8
 
 
 def test_an_image_too_long_for_opencv_is_bad():
     views.require_size("a.png", (32_766, 600), (320, 240))
-    with pytest.raises(BadImage, match="too long: 36000 px"):
+    with pytest.raises(BadImage, match="36000"):
         views.require_size("a.png", (36_000, 600), (320, 240))

@@ -86,21 +86,21 @@ def test_the_orientation_whose_descriptor_is_nearer_in_the_other_view_is_taken(
 
 def test_keypoints_of_one_and_of_two_orientations_are_matched_with_each_other():
     images = batch_pairs([(make_oriented((1, 2)), make_oriented((2, [])).select([0]))])
-    one = images[1]._replace(
+    single = images[1]._replace(
         oris=images[1].oris[..., :1], descriptors=images[1].descriptors[:, :, :1]
     )
     expected, _ = choose_orientations(*images)
-    images0, images1 = choose_orientations(images[0], one)
+    images0, images1 = choose_orientations(images[0], single)
     assert torch.equal(images0.descriptors, expected.descriptors)
-    assert torch.equal(images1.descriptors, one.descriptors)
+    assert torch.equal(images1.descriptors, single.descriptors)
 
 
 def assert_equal(images, expected):
-    for name, value, other in zip(images._fields, images, expected):
-        if isinstance(other, torch.Tensor):
-            assert torch.equal(value, other), name
+    for name, value, expected_value in zip(images._fields, images, expected):
+        if isinstance(expected_value, torch.Tensor):
+            assert torch.equal(value, expected_value), name
         else:
-            assert value == other, name
+            assert value == expected_value, name
 
 
 def test_a_batch_has_the_values_of_its_images_and_zeros_as_padding():
@@ -113,16 +113,16 @@ def test_a_batch_has_the_values_of_its_images_and_zeros_as_padding():
     )
     # SIFT saw the second image enlarged twice, and the third has one orientation
     twice = features.select([1])._replace(image_size=(64, 48), sift_scale=2.0)
-    one = features.select([1])._replace(
+    single = features.select([1])._replace(
         oris=features.oris[1:, :1], descriptors=descriptors[1:, :1], image_size=(9, 8)
     )
-    batch = make_batch([features, twice, one, features.select(slice(0))])
-    nothing = [0.0, 0.0]
+    batch = make_batch([features, twice, single, features.select(slice(0))])
+    zeros = [0.0, 0.0]
     assert batch.keypoints.tolist() == [
-        [nothing, [3.5, 7.25]], [[3.5, 7.25], nothing], [[3.5, 7.25], nothing], [nothing] * 2
+        [zeros, [3.5, 7.25]], [[3.5, 7.25], zeros], [[3.5, 7.25], zeros], [zeros] * 2
     ]  # fmt: skip
-    assert batch.scales.tolist() == [[0, 4], [8, 0], [4, 0], nothing]
-    assert batch.scores.tolist() == [[0, 0.25], [0.25, 0], [0.25, 0], nothing]
+    assert batch.scales.tolist() == [[0, 4], [8, 0], [4, 0], zeros]
+    assert batch.scores.tolist() == [[0, 0.25], [0.25, 0], [0.25, 0], zeros]
     assert batch.oris[:3].amax(1).tolist() == [[350, 20], [350, 20], [350, 0]]
     assert batch.descriptors[:3].amax((1, 3)).tolist() == [[9, 5], [9, 5], [9, 0]]
     assert batch.image_size.tolist() == [[320, 240], [64, 48], [9, 8], [320, 240]]
@@ -135,8 +135,8 @@ def test_selected_images_are_the_batch_of_these_images_alone():
     batch = make_batch(images)
     for index in ([0], [1, 4], [5, 2], [3, 3, 0]):
         assert_equal(select_images(batch, index), make_batch([images[i] for i in index]))
-    none = select_images(batch, [])
-    assert none.keypoints.shape == (0, 1, 2) and none.descriptors.dtype == torch.uint8
+    empty = select_images(batch, [])
+    assert empty.keypoints.shape == (0, 1, 2) and empty.descriptors.dtype == torch.uint8
 
 
 def test_padding_adds_keypoints_and_images_to_a_batch():

@@ -16,7 +16,7 @@ SHIFT = np.array([[1, 0, 60], [0, 1, 0], [0, 0, 1.0]])
 DOUBLE = np.diag([2, 2, 1.0])
 
 
-def truth_of(keypoints0, keypoints1, H, cells=None):
+def find_truth(keypoints0, keypoints1, H, cells=None):
     """The truth of keypoints (M, 2) and (N, 2) of views of 100 x 100 px: (M,) and (N,)."""
     images = batch_pairs([[features_at(points, (100, 100)) for points in (keypoints0, keypoints1)]])
     cells = None if cells is None else torch.from_numpy(cells)
@@ -26,7 +26,7 @@ def truth_of(keypoints0, keypoints1, H, cells=None):
 
 
 # Points of both views, the homography, perhaps the cells, and the matches of both views
-KNOWN = {
+CASES = {
     # up to 3 px match, up to 5 are ignored, more is unmatched; of two the nearer one matches
     "bands": (
         [(10, 10), (30, 10), (50, 10), (70, 10), (90, 10)],
@@ -68,25 +68,25 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_known_truths(name):
-    *given, matches0, matches1 = KNOWN[name]
-    assert truth_of(*given) == [matches0, matches1]
+@pytest.mark.parametrize("name", CASES)
+def test_the_true_matches_of_known_points(name):
+    *arguments, matches0, matches1 = CASES[name]
+    assert find_truth(*arguments) == [matches0, matches1]
 
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 1000), count=st.integers(1, 40))
-def test_is_consistent_and_symmetric(seed, count):
+def test_true_matches_are_mutual_and_do_not_depend_on_the_order_of_the_images(seed, count):
     rng = np.random.default_rng(seed)
     H = np.eye(3) + rng.normal(0, [[0.1, 0.1, 5], [0.1, 0.1, 5], [1e-4, 1e-4, 0]])
-    zero, one = rng.uniform(0, 100, (2, count, 2))
-    matches0, matches1 = truth_of(zero, one, H)
+    points0, points1 = rng.uniform(0, 100, (2, count, 2))
+    matches0, matches1 = find_truth(points0, points1, H)
     assert all(j < 0 or matches1[j] == i for i, j in enumerate(matches0))
-    assert truth_of(one, zero, np.linalg.inv(H)) == [matches1, matches0]
+    assert find_truth(points1, points0, np.linalg.inv(H)) == [matches1, matches0]
 
 
-def test_points_of_the_horizon():
-    """They are inf or nan in the other view, and match nothing, not even padding."""
+def test_points_of_the_horizon_match_nothing():
+    """They are inf or nan in the other view."""
     pairs = make_pairs((9, 5), (3, 8))
     for features in itertools.chain(*pairs):
         features.keypoints[:3, 0] = 50.0

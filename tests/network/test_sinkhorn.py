@@ -50,7 +50,7 @@ def test_equal_scores_have_a_closed_form():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("spread", [5.0, 20.0, 60.0, 300.0])
-def test_equals_the_log_domain_with_its_gradient(dtype, spread):
+def test_the_scaled_form_equals_the_log_domain_with_its_gradient(dtype, spread):
     """Also where two rows want one column, rows are equal, or all are below the dustbin: the
     squares of a leave float32 at 45.
     """
@@ -60,16 +60,16 @@ def test_equals_the_log_domain_with_its_gradient(dtype, spread):
     random = torch.randn(40, 30) * spread / 4
     random[1] = random[0]
     scores = [random, rivals, -torch.rand(20, 10) * spread, torch.randn(1, 1)]
-    largest = max(float(each.abs().max()) for each in scores)
-    answers = []
+    largest = max(float(matrix.abs().max()) for matrix in scores)
+    results = []
     for solve, kind in ((transport, dtype), (in_the_log_domain, torch.float64)):
-        leaves = [each.to(kind, copy=True).requires_grad_() for each in (*scores, DUSTBIN)]
-        found, _ = solve(leaves[:-1], leaves[-1], 100)
-        weighted = [P[:-1] * torch.linspace(-1, 1, P.shape[1], dtype=kind) for P in found]
-        total = sum(each.sum() for each in weighted)
+        leaves = [leaf.to(kind, copy=True).requires_grad_() for leaf in (*scores, DUSTBIN)]
+        log_P, _ = solve(leaves[:-1], leaves[-1], 100)
+        weights = [torch.linspace(-1, 1, P.shape[1], dtype=kind) for P in log_P]
+        total = sum((P[:-1] * weight).sum() for P, weight in zip(log_P, weights))
         gradients = torch.autograd.grad(total, leaves)
-        answers.append([each.detach() for each in (*found, *gradients)])
-    for ours, exact in zip(*answers):
+        results.append([tensor.detach() for tensor in (*log_P, *gradients)])
+    for ours, exact in zip(*results):
         # in 100 iterations, two products add up 40 terms
         limit = rounding(largest, 100 * 2 * 40, dtype) * max(1.0, float(exact.abs().max()))
         assert torch.allclose(ours.double(), exact, atol=limit, rtol=0)
@@ -84,7 +84,7 @@ def test_only_the_pair_that_float32_cannot_hold_goes_to_the_log_domain(monkeypat
     monkeypatch.setattr(
         sinkhorn,
         "_solve_in_log_domain",
-        lambda Z, *rest: solved.append(len(Z)) or log_domain(Z, *rest),
+        lambda Z, *arguments: solved.append(len(Z)) or log_domain(Z, *arguments),
     )
     for wait in (True, False):
         assert transport(scores, DUSTBIN, 100, wait=wait)[1].tolist() == [True, False]
@@ -93,16 +93,16 @@ def test_only_the_pair_that_float32_cannot_hold_goes_to_the_log_domain(monkeypat
         assert transport(scores, DUSTBIN, 100)[1].all()
 
 
-def test_images_without_keypoints():
+def test_without_keypoints_all_mass_is_in_the_dustbins():
     shapes = [(0, 3), (2, 0), (0, 0), (1, 1)]
-    found, finite = transport([torch.zeros(s) for s in shapes], DUSTBIN, 5)
-    none = -math.inf
-    assert [P.tolist() for P in found[:3]] == [[[0, 0, 0, none]], [[0], [0], [none]], [[0]]]
-    assert torch.isfinite(found[3]).all() and finite.all()
+    log_P, finite = transport([torch.zeros(s) for s in shapes], DUSTBIN, 5)
+    zero = -math.inf  # the logarithm of 0
+    assert [P.tolist() for P in log_P[:3]] == [[[0, 0, 0, zero]], [[0], [0], [zero]], [[0]]]
+    assert torch.isfinite(log_P[3]).all() and finite.all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_reported(bad):
+def test_scores_that_are_not_finite_are_reported(bad):
     scores = torch.zeros(2, 4, 3)
     scores[1, 2, 1] = bad
     assert transport(list(scores), DUSTBIN, 5, wait=False)[1].tolist() == [True, False]

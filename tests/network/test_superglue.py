@@ -41,7 +41,7 @@ def gradient_of(total, leaves):
     return [leaf.grad.clone() for leaf in leaves]  # a leaf without a gradient is an error
 
 
-def test_is_the_formula_with_and_without_a_kernel(monkeypatch):
+def test_attention_is_the_formula_with_and_without_a_kernel(monkeypatch):
     """Chunks of queries, as without a kernel (torch 1.10), give the same values and
     gradients.
     """
@@ -49,13 +49,13 @@ def test_is_the_formula_with_and_without_a_kernel(monkeypatch):
     q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
     visible = make_masks([7, 3], 7)[:, None, None]
     logits = (q @ k.transpose(2, 3) / math.sqrt(8)).masked_fill(~visible, -math.inf)
-    found = [logits.softmax(-1) @ v, superglue.compute_attention(q, k, v, visible)]
+    values = [logits.softmax(-1) @ v, superglue.compute_attention(q, k, v, visible)]
     monkeypatch.delattr(torch.nn.functional, "scaled_dot_product_attention", raising=False)
     monkeypatch.setattr(torch_compat, "MAX_WEIGHTS", 2 * 4 * 7 * 2)  # two queries at a time
-    found.append(superglue.compute_attention(q, k, v, visible))
-    expected, *others = ([each, *gradient_of(each.sin().sum(), (q, k, v))] for each in found)
-    for other in others:
-        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(expected, other))
+    values.append(superglue.compute_attention(q, k, v, visible))
+    expected, *results = ([x, *gradient_of(x.sin().sum(), (q, k, v))] for x in values)
+    for result in results:
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(expected, result))
 
 
 def test_rotary_positions_are_relative():
@@ -69,14 +69,14 @@ def test_rotary_positions_are_relative():
     x = torch.randn(9, 16, dtype=torch.float64)
     positions = torch.randn(9, 2, dtype=torch.float64)
     one_moved = positions.index_fill(0, torch.tensor([4]), 0.0)
-    found, shifted, other = (
+    expected, shifted, changed = (
         layer(x, images, None, rotary(p)) for p in (positions, positions + 0.7, one_moved)
     )
-    assert torch.allclose(found, shifted, atol=1e-12)
-    assert (found - other).abs().max() > 1e-3
+    assert torch.allclose(expected, shifted, atol=1e-12)
+    assert (expected - changed).abs().max() > 1e-3
 
 
-def test_batch_norm_is_torchs_whatever_is_padded():
+def test_batch_norm_without_padding_is_torchs():
     torch.manual_seed(0)
     ours = perceptron.TokenBatchNorm(5).double()
     theirs = torch.nn.BatchNorm1d(5).double()
@@ -103,7 +103,7 @@ def test_a_pair_is_the_same_alone_and_in_any_batch(norm):
             assert torch.allclose(alone, crop_padding(P, *counts), atol=limit, rtol=0)
 
 
-def test_mutual_matches():
+def test_matches_are_mutual_and_above_the_threshold():
     P = torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.05, 0.1], [0.0, 0.15, 0.1], [0.1, 0.7, 0.8]])
     matches0, scores0, matches1, _ = mutual_matches(P.log()[None], threshold=0.2)
     # row 1 prefers column 0, which prefers row 0; row 2's best is below the threshold
@@ -126,12 +126,12 @@ def test_fused_for_inference_is_the_same_network(norm):
 
 
 @pytest.mark.parametrize("norm", ["layer", "batch"])
-def test_size_classes_and_padding_do_not_matter(monkeypatch, norm):
+def test_losses_and_gradients_do_not_depend_on_size_classes_or_padding(monkeypatch, norm):
     """Losses in the order of the pairs, and the gradient, also of BatchNorm in training."""
     batch = label_pairs(make_pairs(*RAGGED))
     options = {"neighbours": True, "rotary": True, "sinkhorn_iterations": 20}
     config = SuperGlueConfig(dim=32, layers=1, norm=norm, **options)
-    answers = []
+    results = []
     for classes, padding, fixed in ((6, 0.0, None), (1, 1e9, None), (1, 1e9, (8, 320))):
         monkeypatch.setattr(batches, "MAX_PADDING", padding)
         assert len(group_pairs(batch.images0, batch.images1)) == classes
@@ -139,11 +139,11 @@ def test_size_classes_and_padding_do_not_matter(monkeypatch, norm):
         objective = MatchingObjective(model)
         objective.fixed_size = fixed
         total, values = objective(batch, wait=fixed is None)
-        answers.append([*values.values(), *gradient_of(total, list(model.parameters()))])
+        results.append([*values.values(), *gradient_of(total, list(model.parameters()))])
     # the network is in float64, but compares descriptors of neighbours in float32
     limit = rounding(20, roundings_of(config))
-    for answer in answers[1:]:
-        for a, b in zip(answers[0], answer):
+    for result in results[1:]:
+        for a, b in zip(results[0], result):
             scale = max(1.0, float(a.abs().max()))
             assert torch.allclose(a.double(), b.double(), atol=limit * scale)
 
@@ -157,8 +157,8 @@ def test_known_features_of_neighbours():
     geometry = torch.arange(7.0).double()[:, None].expand(-1, 6)
     images = Images([make_masks([count], count) for count in counts], [False] * 4)
     descriptors = torch.stack([angles.cos(), angles.sin()], 1)
-    found = superglue.compute_neighbor_features(descriptors, geometry, images)
-    chord10, chord30, chord60 = (2 * math.sin(math.radians(each) / 2) for each in (10, 30, 60))
+    features = superglue.compute_neighbor_features(descriptors, geometry, images)
+    chord10, chord30, chord60 = (2 * math.sin(math.radians(angle) / 2) for angle in (10, 30, 60))
     # distance, ratio to the second, mutual, and the position of the neighbour, here its index
     expected = [
         [chord10, chord10 / chord60, 1.0, 2.0],
@@ -166,22 +166,22 @@ def test_known_features_of_neighbours():
         [1.0, 1.0, 1.0, 6.0],  # one descriptor alone has no distinctive neighbour
     ]
     expected = torch.tensor(expected, dtype=torch.float64)
-    assert torch.allclose(found[[0, 1, 5], :4], expected, atol=1e-12)
-    assert found[2:5, 2:4].tolist() == [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+    assert torch.allclose(features[[0, 1, 5], :4], expected, atol=1e-12)
+    assert features[2:5, 2:4].tolist() == [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
 
 
 def test_positions_are_from_the_centre_of_the_image_in_halves_of_its_longer_side():
     """Pixel centres are at whole numbers: the centre of 320 x 240 px is at (159.5, 119.5)."""
-    one = torch.ones(2)
+    ones = torch.ones(2)
     positions = torch.tensor([[159.5, 119.5], [319.5, -0.5]])
     size = torch.tensor([[320.0, 240.0]] * 2)
     oris = torch.tensor([[0.0], [90.0]])
-    descriptors = one[:, None, None]
-    keypoints = Features(positions, 4 * one, oris, TYPICAL_SCORE * one, descriptors, size)
+    descriptors = ones[:, None, None]
+    keypoints = Features(positions, 4 * ones, oris, TYPICAL_SCORE * ones, descriptors, size)
     expected = torch.tensor([[0.0, 0, 0, 0, 1, 0], [1.0, -0.75, 0, 0, 0, 1]])
-    found = superglue.encode_geometry(keypoints, True)
-    assert torch.allclose(found, expected, atol=1e-6)
-    assert torch.equal(superglue.encode_geometry(keypoints, False), found[:, :3])
+    geometry = superglue.encode_geometry(keypoints, True)
+    assert torch.allclose(geometry, expected, atol=1e-6)
+    assert torch.equal(superglue.encode_geometry(keypoints, False), geometry[:, :3])
 
 
 def test_a_neighbour_is_described_by_its_scale_and_its_turn():
@@ -207,10 +207,10 @@ def test_padding_is_no_neighbour():
     descriptors = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
     geometry = torch.arange(4.0)[:, None].expand(-1, 6)
     images = Images([make_masks([1], 2)] * 2, [True] * 2)
-    found = superglue.compute_neighbor_features(descriptors, geometry, images)
+    features = superglue.compute_neighbor_features(descriptors, geometry, images)
     # distance, ratio to the second (there is none), mutual, and the index of the neighbour
-    assert found[0, :4].tolist() == [2.0, 1.0, 1.0, 2.0]
-    assert found[2, :4].tolist() == [2.0, 1.0, 1.0, 0.0]
+    assert features[0, :4].tolist() == [2.0, 1.0, 1.0, 2.0]
+    assert features[2, :4].tolist() == [2.0, 1.0, 1.0, 0.0]
 
 
 def test_an_untrained_network_is_a_nearest_neighbour_matcher():
@@ -227,8 +227,8 @@ def test_swapping_the_images_transposes_the_assignment():
     (pair,) = make_pairs((15, 12), seed=3)
     model = scrambled(SuperGlueConfig(dim=32, layers=2, sinkhorn_iterations=3000)).double()
     with torch.no_grad():
-        one, other = (model(*batch_pairs([images]))[0] for images in (pair, pair[::-1]))
-    assert torch.allclose(one, other.T, atol=1e-6)
+        log_P, swapped = (model(*batch_pairs([images]))[0] for images in (pair, pair[::-1]))
+    assert torch.allclose(log_P, swapped.T, atol=1e-6)
 
 
 def test_every_weight_receives_a_gradient():
