@@ -22,15 +22,15 @@ import json, os, runpy, sys
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name in ("torch", "numpy", "cv2"):
-            seen.setdefault(name, dict(os.environ))
+            variables.setdefault(name, dict(os.environ))
 
-seen = {}
+variables = {}
 sys.meta_path.insert(0, Watch())
 sys.argv = sys.argv[1:]
 try:
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 except SystemExit:
-    print(json.dumps(seen))
+    print(json.dumps(variables))
 """
 
 
@@ -76,15 +76,15 @@ def test_a_portable_stage_sets_them_before_torch_numpy_and_opencv(
     file = params_file(tmp_path, precision)
     words = [stage, "--params", str(file), missing, str(tmp_path / "missing")]
     printed = run_python("-c", WATCH, *words, OMP_NUM_THREADS="7").stdout
-    seen = json.loads(printed.splitlines()[-1])
-    assert set(seen) == {"torch", "numpy", "cv2"}
-    for values in seen.values():
-        found = {name: values.get(name) for name in environment.NETWORK}
+    variables = json.loads(printed.splitlines()[-1])
+    assert set(variables) == {"torch", "numpy", "cv2"}
+    for values in variables.values():
+        network_values = {name: values.get(name) for name in environment.NETWORK}
         if params.load(file).train.precision == "portable":
-            assert found == environment.NETWORK
+            assert network_values == environment.NETWORK
         else:
-            assert found["OMP_NUM_THREADS"] == "7" and found["MKL_CBWR"] is None
-    assert seen["cv2"]["OPENCV_IPP"] == "disabled"
+            assert values["OMP_NUM_THREADS"] == "7" and "MKL_CBWR" not in values
+    assert variables["cv2"]["OPENCV_IPP"] == "disabled"
 
 
 def test_params_are_read_without_torch_and_numpy(tmp_path):
@@ -112,7 +112,7 @@ def test_a_process_is_prepared_if_torch_and_numpy_come_later():
     assert run_python("-c", script, **changed).stdout == "False\n"
 
 
-def test_libraries_choose_their_code_by_them():
+def test_libraries_choose_their_code_by_the_variables_of_the_network():
     """Torch on a processor with AVX-512, and both of OpenBLAS: numpy's and OpenCV's."""
     script = (
         "import cv2, numpy, scipy.linalg, torch, threadpoolctl;"
@@ -134,26 +134,26 @@ def test_opencv_that_is_loaded_first_starts_without_ipp_and_without_a_warning():
         "print(cv2.ipp.useIPP(), logging.setLogLevel(3))"
     )
     assert run_python("-c", script).stdout.split() == ["False", "3"]
-    known = run_python("-c", "import cv2; print(cv2.ipp.useIPP())").stdout.split()
-    assert known == ["True"]  # so the line above means something
+    default = run_python("-c", "import cv2; print(cv2.ipp.useIPP())").stdout.split()
+    assert default == ["True"]  # so the line above can fail
 
 
 # How idle threads wait
 
 
-def test_threads_of_the_command_sleep_and_what_the_user_says_wins(root):
+def test_threads_of_the_command_sleep_unless_the_user_sets_a_variable(root):
     entry = 'superglue-match = "superglue_sift.__main__:command"'
     assert entry in (root / "pyproject.toml").read_text()
     for name in environment.WAIT_VARIABLES:
-        given = {name: "active", "OPENBLAS_NUM_THREADS": "3"}
-        environment.wait_passively(given)
-        assert given == {name: "active", "OPENBLAS_NUM_THREADS": "3"}
+        variables = {name: "active", "OPENBLAS_NUM_THREADS": "3"}
+        environment.wait_passively(variables)
+        assert variables == {name: "active", "OPENBLAS_NUM_THREADS": "3"}
     # GNU's OpenMP, which torch loads, prints what it has read.
     words = ("-m", "superglue_sift", "--version")
-    said = run_python(*words, OMP_DISPLAY_ENV="VERBOSE").stderr
-    if "GOMP_SPINCOUNT" not in said:
+    stderr = run_python(*words, OMP_DISPLAY_ENV="VERBOSE").stderr
+    if "GOMP_SPINCOUNT" not in stderr:
         pytest.skip("this torch is not built with GNU's OpenMP")
-    assert "GOMP_SPINCOUNT = '0'" in said
+    assert "GOMP_SPINCOUNT = '0'" in stderr
 
 
 @pytest.mark.parametrize(

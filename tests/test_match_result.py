@@ -62,10 +62,10 @@ def test_refinement_in_a_reduced_image_is_in_pixels_of_the_file(photo):
     features = features_at(np.argwhere(np.ones((9, 6))) * 50.0 + 70.0, (width, height))
     enlarged = features.resize((5 * width // 2, 5 * height // 2))
     small, large = (
-        MatchResult.of(each, each, match_range(0, 54, 1.0)).refine(
-            each._replace(gray=gray0), each._replace(gray=gray1)
+        MatchResult.of(view, view, match_range(0, 54, 1.0)).refine(
+            view._replace(gray=gray0), view._replace(gray=gray1)
         )
-        for each in (features, enlarged)
+        for view in (features, enlarged)
     )
     moves = [result.points1 - result.keypoints1 for result in (small, large)]
     # The pixels do move most of the matches.
@@ -158,8 +158,8 @@ def test_a_photograph_and_a_view_of_a_rotated_camera_show_no_parallax(untrained,
     height, width = photo.shape
     K = np.array([[width, 0, width / 2], [0, width, height / 2], [0, 0, 1.0]])
     rotated = cv2.warpPerspective(photo, K @ ROTATION @ np.linalg.inv(K), (width, height))
-    for other, expected in ((photo, np.eye(3)), (rotated, ROTATION)):
-        pose = untrained.match(photo, other).estimate_relative_pose(K, K)
+    for view, expected in ((photo, np.eye(3)), (rotated, ROTATION)):
+        pose = untrained.match(photo, view).estimate_relative_pose(K, K)
         assert pose.t is None and pose.inliers.mean() > 0.8 and pose.supported
         assert np.abs(pose.R - expected).max() < 0.002  # an angle of a pixel
 
@@ -167,7 +167,7 @@ def test_a_photograph_and_a_view_of_a_rotated_camera_show_no_parallax(untrained,
 # Matches and support
 
 
-def test_matches_by_keypoint_of_either_image():
+def test_dense_matches_are_by_keypoint_of_either_image():
     matches = Matches(np.array([[0, 2], [1, 0]]), np.float32([0.5, 0.9]))
     result = MatchResult(np.zeros((2, 2)), np.zeros((4, 2)), matches, SIZE, SIZE)
     for image, indices, scores in ((0, [2, 0], [0.5, 0.9]), (1, [1, -1, 0, -1], [0.9, 0, 0.5, 0])):
@@ -231,7 +231,7 @@ def test_a_picture_has_the_colors_of_both_images(untrained, color_photo, tmp_pat
     np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new/m.png")), picture.pixels)
 
 
-def test_features_without_their_image_need_it_for_a_picture(untrained, photo):
+def test_a_picture_of_features_without_pixels_needs_the_image(untrained, photo):
     features = untrained.extract(photo)._replace(image=None)
     result = untrained.match(features, photo)
     with pytest.raises(RequestError):

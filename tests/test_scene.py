@@ -37,7 +37,7 @@ def verify(points, network_matches, mutual_matches, accept=0.5, factors=(1.0, 1.
 # Made matches
 
 
-def test_matches_that_agree_open_a_pair_and_all_that_agree_are_added():
+def test_all_matches_that_agree_with_the_geometry_are_added():
     points = concatenate(view_surface(200), make_wrong_matches(100))
     # The other 160 are left to the ratio test.
     network_matches = join(match_range(0, 40, 0.6), match_range(200, 220, 0.4))
@@ -91,8 +91,8 @@ def test_an_unsure_match_is_kept_where_its_neighbors_predict_it():
 
 def test_two_keypoints_at_one_position_count_once():
     points = view_surface(60)
-    again = np.random.default_rng(0).integers(0, 60, 180)
-    repeated_points = concatenate(points, [xy[again] for xy in points])
+    copies = np.random.default_rng(0).integers(0, 60, 180)
+    repeated_points = concatenate(points, [xy[copies] for xy in points])
     ratio_matches = match_range(0, 60, 0.5)
     once = match_range(0, 60, 0.6)
     repeated = join(once, match_range(60, 240, 0.5))
@@ -130,10 +130,10 @@ def test_a_scene_has_settings_of_its_own():
 
 def test_photographs_of_one_place_are_accepted_and_of_two_places_are_not(strecha, matcher):
     folder, cameras = strecha
-    features, near, other = (matcher.extract(folder / name) for name in NAMES)
+    features, near, unrelated = (matcher.extract(folder / name) for name in NAMES)
     result = matcher.match(features, near)
-    rejected, again = matcher.match_batch([(features, other), (features, near)])
-    np.testing.assert_array_equal(again.matches, result.matches)
+    rejected, accepted = matcher.match_batch([(features, unrelated), (features, near)])
+    np.testing.assert_array_equal(accepted.matches, result.matches)
     assert rejected.pair_score == scene.SKIPPED and not rejected.accepted
     assert len(rejected.matches) == 0
     assert result.accepted and result.pair_score > 0.95
@@ -145,12 +145,12 @@ def test_photographs_of_one_place_are_accepted_and_of_two_places_are_not(strecha
     pose = result.estimate_relative_pose(*(camera.K for camera in pair))
     error = pose.R @ pair[0].R @ pair[1].R.T
     assert np.degrees(np.arccos((np.trace(error) - 1) / 2)) < 1 and pose.supported
-    results = matcher.match_many(features, [near, other], accepted_only=True)
+    results = matcher.match_many(features, [near, unrelated], accepted_only=True)
     assert [len(accepted.matches) for accepted in results] == [len(result.matches)]
 
 
 @pytest.mark.parametrize("enlarged", [2, 4])
-def test_the_first_look_has_the_same_inliers_at_a_larger_size(strecha, matcher, enlarged):
+def test_the_ratio_test_has_as_many_inliers_in_larger_files(strecha, matcher, enlarged):
     """SIFT sees the same image of 768 px, so all that differs is rounding."""
     folder, _ = strecha
     counts = []

@@ -43,13 +43,13 @@ def match_all(matcher, images):
     Returns the arrays of all results.
     """
     features = [matcher.extract(image) for image in images]
-    found = matcher.match(*features, refine=False)
-    refined = found.refine(*features, "cpu")
-    # There and back again
+    result = matcher.match(*features, refine=False)
+    refined = result.refine(*features, "cpu")
+    # To LightGlue and back
     views = [convert.from_lightglue(convert.to_lightglue(view)) for view in features]
-    output = convert.to_lightglue_matches(found)
-    back = convert.from_lightglue_matches(output, *views)
-    arrays = [found.points0, found.points1, found.scores, back.matches]
+    output = convert.to_lightglue_matches(result)
+    converted = convert.from_lightglue_matches(output, *views)
+    arrays = [result.points0, result.points1, result.scores, converted.matches]
     return [*arrays, refined.points0, refined.points1, refined.deviations]
 
 
@@ -71,14 +71,14 @@ def test_matches_are_the_same_with_other_defaults(model, photo, change_defaults,
     images = photo, cv2.warpPerspective(photo, TURN, (600, 400))
     images = images[0], torch.from_numpy(images[1])
     settings = {"device": "cpu", "max_keypoints": 300, "scene": scene}
-    before = Matcher.load(model, **settings)
-    expected = match_all(before, images)
+    loaded_before = Matcher.load(model, **settings)
+    expected = match_all(loaded_before, images)
     assert len(expected[0]) > 30
     change_defaults()
-    for matcher in (before, Matcher.load(model, **settings)):
-        for array, right in zip(match_all(matcher, images), expected):
-            assert array.dtype == right.dtype
-            np.testing.assert_array_equal(array, right)
+    for matcher in (loaded_before, Matcher.load(model, **settings)):
+        for array, expected_array in zip(match_all(matcher, images), expected):
+            assert array.dtype == expected_array.dtype
+            np.testing.assert_array_equal(array, expected_array)
 
 
 @pytest.mark.parametrize(
@@ -92,18 +92,18 @@ def test_a_training_step_is_the_same_with_other_defaults(photo, change_defaults,
     moved = cv2.warpPerspective(photo, TURN, (600, 400))
     expected = train_once(photo, moved, config)
     change_defaults()
-    for array, right in zip(train_once(photo, moved, config), expected):
-        np.testing.assert_array_equal(array, right)
+    for array, expected_array in zip(train_once(photo, moved, config), expected):
+        np.testing.assert_array_equal(array, expected_array)
 
 
 def test_every_new_tensor_has_its_dtype_and_device():
     wrong = []
     for name, node in nodes(ast.Call):
         owner, _, function = ast.unparse(node.func).rpartition(".")
-        given = {word.arg for word in node.keywords}
+        keywords = {word.arg for word in node.keywords}
         needed = {"device"} if function in ON_DEFAULT_DEVICE.split() else set()
         needed |= {"dtype"} if function in OF_DEFAULT_DTYPE.split() else set()
         # `**options` may hold both.
-        if owner == "torch" and not name.startswith("benchmarks") and None not in given:
-            wrong += [f"{name}:{node.lineno} needs {word}" for word in needed - given]
+        if owner == "torch" and not name.startswith("benchmarks") and None not in keywords:
+            wrong += [f"{name}:{node.lineno} needs {word}" for word in needed - keywords]
     assert wrong == []
