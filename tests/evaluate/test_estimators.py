@@ -109,6 +109,22 @@ def test_a_few_confident_matches_do_not_decide_alone():
     assert weights == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.parametrize("count, largest", [(64, 49), (10, 6), (6, 3)])
+def test_odds_are_clipped_to_the_sixteenth_largest_or_the_middle_one(count, largest):
+    """The fourth largest of few. The odds are 1, 2, 3 and so on."""
+    odds = np.arange(1, count + 1)
+    weights = estimators.weight_matches(OURS, odds / (1 + odds))
+    np.testing.assert_allclose(weights, np.minimum(odds, largest), rtol=0.01)
+
+
+def test_only_the_ratios_of_weights_count():
+    points0 = np.random.default_rng(0).uniform(0, 300, (20, 2))
+    points1 = points0 + np.random.default_rng(1).normal(0, 3, (20, 2))
+    weights = np.linspace(0.1, 1, 20)
+    H, H_other = (estimators.fit_dlt(points0, points1, w) for w in (weights, 100 * weights))
+    np.testing.assert_allclose(H_other, H, rtol=1e-6)
+
+
 def test_the_most_confident_of_few_matches_are_at_least_four():
     for count in range(4, 12):
         is_selected = estimators.select_most_confident("ratio_test", np.linspace(0.3, 0.9, count))

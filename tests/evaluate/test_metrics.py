@@ -53,6 +53,12 @@ def test_pairs_of_one_photograph_count_as_one():
     assert many["high"] - many["low"] > 3 * (independent["high"] - independent["low"])
 
 
+def test_a_resample_has_all_pairs_of_its_scenes():
+    """Scene a has one pair, and b has three. Together they have the mean 3/4, not 1/2."""
+    values = pd.DataFrame({"mean": [0.0, 1, 1, 1]}, pd.Index(list("abbb"), name="scene"))
+    assert set(metrics.bootstrap_scenes(values)["mean"]) == {0.0, 0.75, 1.0}
+
+
 def test_a_table_has_the_intervals_of_its_columns():
     """All columns are resampled at once, each as it would be alone, without its gaps."""
     recalls = [0.1, 0.5, np.nan, 0.9, 0.3]

@@ -153,6 +153,14 @@ def test_nan_infinity_and_no_data_are_masked_and_do_not_set_the_range(value, no_
     np.testing.assert_array_equal(photo.mask > 0, [[True] * 101, [False] * 101])
 
 
+def test_a_pixel_has_no_data_if_none_of_its_bands_has():
+    values = np.array([[[0, 0, 0], [0, 0, 9], [0, 7, 9], [5, 7, 9]]], np.uint16)
+    tags = [(images.GDAL_NODATA, "s", 0, "0", True)]
+    data = encode_tiff(values, photometric="rgb", extratags=tags)
+    mask = decode_photo(data, "a.tif", True, STORED).mask
+    np.testing.assert_array_equal(mask > 0, [[False, True, True, True]])
+
+
 @pytest.mark.parametrize("values", [np.full((30, 30), 700, np.uint16), np.full((9, 9), np.nan)])
 def test_a_flat_picture_is_black(values):
     assert not images.scale_to_8_bits(values, True)[0].any()
@@ -253,6 +261,15 @@ def test_transparent_pixels_are_masked_in_every_mode(photo):
         assert np.corrcoef(decoded.pixels[~hidden], photo[~hidden])[0, 1] > 0.99
 
 
+@pytest.mark.parametrize("alpha", ["assocalpha", "unassalpha"])
+def test_transparent_pixels_of_a_deep_tiff_are_masked(alpha):
+    """Its colors may be multiplied by alpha, or not."""
+    values = np.stack([RAMP * 60] * 3 + [(RAMP > 40) * 60_000], -1).astype(np.uint16)
+    data = encode_tiff(values, photometric="rgb", extrasamples=[alpha])
+    mask = decode_photo(data, "a.tif", True, STORED).mask
+    np.testing.assert_array_equal(mask > 0, RAMP > 40)
+
+
 def test_masks_are_named_as_in_colmap_and_have_the_size_of_the_stored_pixels(tmp_path):
     make_files(tmp_path, ["sub/a.jpg.png", "b.png"])
     for name, mask in (("sub/a.jpg", "sub/a.jpg.png"), ("b.jpg", "b.png"), ("c.jpg", None)):
@@ -314,6 +331,19 @@ def test_positions_move_as_pixels_do(orientation):
     np.testing.assert_array_equal(
         images.turn_upright(upright, images.invert_orientation(orientation)), stored
     )
+
+
+@pytest.mark.parametrize("orientation", ORIENTATIONS)
+def test_stored_positions_are_drawn_on_upright_pixels(color_photo, tmp_path, orientation):
+    exif = Image.Exif()
+    exif[images.ORIENTATION] = orientation
+    path = tmp_path / "a.png"
+    path.write_bytes(encode_image(Image.fromarray(color_photo), "PNG", exif=exif))
+    photo = images.read_photo_for_drawing(path, STORED)
+    stored = np.array([[0.0, 0], [450, 0], [450, 299], [0, 299], [100, 200]])
+    x, y = transform(stored, photo.to_shown).astype(int).T
+    x_stored, y_stored = stored.astype(int).T
+    np.testing.assert_array_equal(photo.pixels[y, x, ::-1], color_photo[y_stored, x_stored])
 
 
 def test_the_orientation_in_xmp_is_ignored_as_by_opencv(photo):

@@ -161,3 +161,11 @@ def test_the_smallest_hashes_fill_up_a_split_that_is_too_small():
     assert dataset.hold_out(names, 1 - 1e-9, 0, (2, 1))[0] == sorted(names[-2:])
     assert dataset.hold_out(names, 0.0, 0, (1, 3))[1] == []
     assert dataset.hold_out(names, 1.0, 0, (1, 3))[0] == []
+
+
+def test_half_of_the_held_out_images_are_test_images(make_params):
+    names = [f"{number}.jpg" for number in range(1000)]
+    splits = dataset.split_names(names, make_params("fetch", val_fraction=0.4), {})
+    val, test = len(splits["val"]), len(splits["test"])
+    # Three standard deviations of 400 coin tosses
+    assert abs(val + test - 400) < 3 * 16 and abs(val - test) < 3 * 20

@@ -117,6 +117,16 @@ def test_a_photograph_in_both_folders_is_held_out(run_on, tmp_path, capsys):
     assert len(splits["val"] + splits["test"]) == 14 and splits["val"] and splits["test"]
 
 
+def test_copies_in_the_folder_of_held_out_photographs_share_a_split(run_on, tmp_path):
+    train = write_photographs(tmp_path / "train", range(20))
+    held_out = write_photographs(tmp_path / "held_out", range(30, 36))
+    for copy in range(30):
+        shutil.copyfile(held_out / f"{30 + copy % 6:03d}.jpg", held_out / f"copy-{copy}.jpg")
+    images = open_manifest(run_on(train, val_path=held_out))
+    crcs = [{entry.crc32 for entry in images.select_entries(split)} for split in ("val", "test")]
+    assert list(map(len, crcs)) == [3, 3] and not crcs[0] & crcs[1]
+
+
 @pytest.mark.parametrize(
     "count, least", [(2, 1), (3, 1), (12, 6), (24, 12), (30, 12), (60, 12), (400, 32)]
 )

@@ -58,3 +58,9 @@ def test_maps_of_a_curved_surface_do_not_depend_on_the_sizes_of_the_files(factor
     expected = local_maps.fit_affine_maps(*points, all_matches) * (factors[1] / factors[0])
     maps = local_maps.fit_affine_maps(*files, all_matches, factors[0])
     np.testing.assert_allclose(maps, expected, rtol=1e-6)
+    neighbors = np.arange(10) * np.ones((60, 1), int)
+    maps, errors, spreads = local_maps.fit_maps_around(points, neighbors, points)
+    expected = maps * (factors[1] / factors[0]), errors * factors[1], spreads * factors[1]
+    around = local_maps.fit_maps_around(files, neighbors, files, factors[0])
+    for values, expected_values in zip(around, expected):
+        np.testing.assert_allclose(values, expected_values, rtol=1e-6)

@@ -43,6 +43,15 @@ def test_matches_of_a_watermark_are_found_and_others_are_not(box):
     assert find(mark, add_noise(mark)).mean() > 0.95
 
 
+def test_a_match_with_one_end_on_a_watermark_does_not_belong_to_it():
+    mark = sample_points(190, 200, 450, 280, 60)
+    background = sample_points(20, 60, 150, 420, 10, seed=3)
+    points0 = np.concatenate([mark, background, mark[:10]])
+    points1 = np.concatenate([add_noise(mark), mark[:10], background])
+    is_marked = find(points0, points1)
+    assert is_marked[:60].mean() > 0.95 and not is_marked[60:].any()
+
+
 @pytest.mark.parametrize("scale", [1.0, 2.0], ids=["in pixels", "grown with the image"])
 def test_a_watermark_at_the_edges_of_a_larger_image(scale):
     """It lies at the right and lower edge of both images."""

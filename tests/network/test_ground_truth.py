@@ -35,6 +35,14 @@ CASES = {
         [0, IGNORED, UNMATCHED, 3, UNMATCHED],
         [0, IGNORED, UNMATCHED, 3, IGNORED],
     ),
+    # Exactly 3 px is no match, and exactly 5 px is unmatched.
+    "limits": (
+        [(10, 10), (50, 10)],
+        [(13, 10), (55, 10)],
+        np.eye(3),
+        [IGNORED, UNMATCHED],
+        [IGNORED, UNMATCHED],
+    ),
     # (41, 50) lands 4 px from a keypoint, but outside. That keypoint, seen from its side, is
     # ignored.
     "outside": ([(41, 50), (5, 5)], [(97, 50), (65, 5)], SHIFT, [UNMATCHED, 1], [IGNORED, 1]),

@@ -81,6 +81,18 @@ class TestOrder:
             len(draw_validation_pairs(0, 2, 2, 1000)) == 4
         )  # no more than there are ordered pairs
 
+    def test_epochs_differ_in_order_and_in_views(self):
+        first, second = (draw_training_pairs(0, 30, 4, start, start + 30) for start in (0, 30))
+        assert [pair.image for pair in first] != [pair.image for pair in second]
+        views0, views1 = ({p.image: (p.view0, p.view1) for p in pairs} for pairs in (first, second))
+        # Two draws of 12 ordered pairs of views are equal with probability 1/12.
+        assert sum(views0[image] != views1[image] for image in range(30)) > 20
+
+    def test_an_image_of_several_validation_pairs_gives_augmented_and_stored_ones(self):
+        pairs = draw_validation_pairs(0, 10, 4, 20)
+        kinds = {(pair.image, pair.seed == NO_AUGMENTATION) for pair in pairs}
+        assert len(kinds) == 20
+
     def test_every_second_validation_pair_is_shown_as_it_is_stored(self, store):
         pairs = draw_validation_pairs(0, len(store), store.views_per_image, 10)
         alone = [pair for pair in pairs if pair.seed == NO_AUGMENTATION]
@@ -176,6 +188,23 @@ class TestAugmentation:
             # Padding, others
             assert set(matches.flatten()[torch.tensor(foreign)].tolist()) == {IGNORED, UNMATCHED}
 
+    def test_both_views_of_a_zoomed_negative_pair_show_different_photographs(self, store):
+        """Otherwise keypoints that match would count as unmatched."""
+        image_of = {
+            bytes(descriptor): image
+            for image in range(len(store))
+            for view in range(store.views_per_image)
+            for descriptor in store.read_view(image, view).features.descriptors[:, 0]
+        }
+        pairs = [Sample(3, 0, 1, seed) for seed in range(20)]
+        batch = load_batch(store, pairs, 1000, Augmentation(negatives=1.0, zoom=1.0))
+        for pair in range(len(pairs)):
+            shown0, shown1 = (
+                {image_of.get(bytes(d)) for d in images.descriptors[pair, :, 0].numpy()} - {None}
+                for images in (batch.images0, batch.images1)
+            )
+            assert not shown0 & shown1
+
     def test_a_part_of_the_pairs_has_one_score(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(200)]
         batch = load_batch(store, pairs, 20, Augmentation(score_drop=0.3))
@@ -211,6 +240,9 @@ class TestAugmentation:
         assert np.allclose(H[:2, :2], np.eye(2) / 2) and np.allclose(H[2], [0, 0, 1])
         expected = transform(xy[[0, 2]], H)
         assert np.allclose(shrunk.keypoints, expected, atol=1e-4)  # px, float32
+        # the cell maps the outer edges of the view to the unit square
+        edges = transform(np.array([[-0.5, -0.5], np.subtract(SIZE, 0.5)]), H)
+        assert np.allclose(transform(edges, small.cell), [[0, 0], [1, 1]])
         # the outer edge of the view, (-0.5, -0.5), comes to that of its cell, of which three
         # quarters show at least
         edge = corner - 0.25
