@@ -11,11 +11,13 @@ sent later, once, from these files:
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import itertools
 import logging
+import math
 import os
 import re
+import shlex
 import sys
 import tempfile
 import textwrap
@@ -24,7 +26,7 @@ import time
 import uuid
 import warnings
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from pipeline import errors, provenance
 from pipeline.params import flatten
@@ -41,9 +43,11 @@ RECORD = "mlflow.json"  # File that describes the run of a training
 # Names of the files in reports/train/curves
 CURVES = {"train": "train.csv", "val": "validation.csv"}
 
+SEND_SECONDS = 5.0  # Pause between two requests with points of the curves
 RETRY_SECONDS = 30.0  # Pause after a server did not answer
-PATIENCE_SECONDS = 6.0  # How long the end of a run waits for a server that did not answer
-POINTS_AT_ONCE = 1000  # Largest number of points in a request, MLflow's limit
+# How long the end of a training waits for a server that did not answer, and for any other
+SHORT_WAIT_SECONDS = 6.0
+LONG_WAIT_SECONDS = 60.0
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",  # Seconds
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -58,7 +62,8 @@ WORKFLOW = "machine_learning"
 _LOGIN = re.compile(r"(?<=://)[^/\s'\"<>][^\s'\"<>]*@")
 
 Record = Dict[str, Any]
-Rows = List[Dict[str, float]]  # Points of a curve, each with its `step`
+Row = Dict[str, float]  # The values of one step, and the `step`
+Point = Tuple[str, Row]  # The prefix of the metrics, and their values
 
 
 def redact(text: str) -> str:
@@ -94,44 +99,37 @@ def connect(uri: str) -> Tuple[Any, str]:
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    if "HOME" not in os.environ:
-        # A user without an account, as of `docker run --user`, has no home, and MLflow needs one.
-        os.environ["HOME"] = tempfile.gettempdir()
     import mlflow
 
     logging.disable(logging.INFO)  # Alembic, which makes the tables, sets a level of its own
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
-    folder = None
     path = get_database_path(uri)
-    if path:
-        if not path.is_file():
-            create_database(path)
-        # MLflow's default is the current directory, which may be that of a DVC experiment.
-        folder = (path.resolve().parent / ARTIFACTS).as_uri()
+    if path and not path.is_file():
+        create_database(path)
     client = mlflow.MlflowClient(uri, uri)
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or MODEL
-    if client.get_experiment_by_name(name) is None:
-        try:
+    if path and client.get_experiment_by_name(name) is None:
+        # MLflow's default is the current directory, which may be that of a DVC experiment.
+        folder = (path.resolve().parent / ARTIFACTS).as_uri()
+        with contextlib.suppress(mlflow.MlflowException):  # Another training has created it
             client.create_experiment(name, folder)
-        except mlflow.MlflowException:
-            if client.get_experiment_by_name(name) is None:
-                raise  # No other training has created it meanwhile
     return client, mlflow.set_experiment(name).experiment_id
 
 
 def create_database(path: Path) -> None:
     """Create the file of a local store with all its tables at once.
 
-    MLflow needs seconds for its tables. A process that is killed meanwhile, and a second one that
-    starts meanwhile, must not leave a part of them.
+    MLflow needs seconds for its tables. A process that is killed meanwhile must not leave a part of
+    them, and one that starts meanwhile must not replace them.
     """
     import mlflow
+    from filelock import FileLock
 
-    with tempfile.TemporaryDirectory() as folder:
-        complete = Path(folder) / "mlflow.db"
-        mlflow.MlflowClient(f"sqlite:///{complete}").search_experiments()
+    with FileLock(f"{path}.lock"), tempfile.TemporaryDirectory() as folder:
         if not path.is_file():
+            complete = Path(folder) / "mlflow.db"
+            mlflow.MlflowClient(f"sqlite:///{complete}").search_experiments()
             write_atomic(path, complete.read_bytes())
 
 
@@ -150,35 +148,34 @@ class Run:
         Args:
             path: the record of the run. If None, the run does nothing.
             uri: the address of the server or local store. If None, `choose_uri` gives it.
-            live: whether this process trains. Then the curves are sent while it runs, with the use
-                of the machine. Otherwise those on disk beside the record are sent, at the end.
+            live: whether this process trains. Then a thread sends the points while it runs, with
+                the use of the machine. Otherwise the curves on disk beside the record are sent, at
+                the end.
         """
         self._path = path
         self._record = read_record(path) if path else {}
         self._uri = uri or choose_uri()
-        self._live = live
-        self._curves: Sequence[Tuple[str, Rows]] = ()
-        self._run_id = ""
-        self._first_item = 0  # First item of the record that the server lacks
         self._client: Any = None  # None until the server has told the last steps
-        self._sent_steps: Dict[str, int] = {}  # Last step of each metric that the server has
+        self._run_id = ""
+        self._last_steps: Dict[str, int] = {}  # Last step of each metric that the server had
+        self._points: List[Point] = []
+        self._next_point = 0  # First point that was not sent
+        self._next_item = 0  # First item of the record that the server lacks
         self._error: Optional[Exception] = None
-        self._changed = threading.Event()
         self._closing = threading.Event()
         self._sender: Optional[threading.Thread] = None
         if path and live:
-            self._start()
+            self._sender = threading.Thread(target=self._send_until_closed, daemon=True)
+            self._sender.start()
 
-    def log_curves(self, curves: Mapping[str, Rows], speed: Rows = ()) -> None:  # type: ignore
-        """Send the points of the curves that the server lacks, without waiting for it.
+    def log_points(self, prefix: str, rows: Iterable[Row]) -> None:
+        """Add points to the curves `prefix/...`, without waiting for the server.
 
         Args:
-            curves: the points of each curve, by the prefix of their metrics.
-            speed: further points of the curve `train`, which are not on disk.
+            prefix: `train` or `val`.
+            rows: the values at each step, by name, and the `step`.
         """
-        self._curves = [*((name, list(rows)) for name, rows in curves.items())]
-        self._curves.append(("train", list(speed)))
-        self._changed.set()
+        self._points += [(prefix, row) for row in rows]
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Add metrics of one step."""
@@ -215,27 +212,25 @@ class Run:
         if self._path is None:
             return True
         path, self._path = self._path, None
-        if self._live:
+        if self._sender:
             self._record.update(status=status, end_time=get_time_ms())
             write_json(path, self._record)
+            self._closing.set()
+            self._sender.join(SHORT_WAIT_SECONDS if self._error else LONG_WAIT_SECONDS)
+            if self._sender.is_alive() and self._error is None:
+                self._error = TimeoutError(f"not done after {LONG_WAIT_SECONDS:.0f} s")
         else:
-            self._curves = [*read_curves(path.parent)]
-        self._closing.set()
-        self._changed.set()
-        sender = self._sender or self._start()
-        while sender.is_alive():
-            sender.join(PATIENCE_SECONDS if self._error else 0.1)
-            if self._error:
-                break
-        if not sender.is_alive() and self._error is None:
+            for prefix, rows in read_curves(path.parent):
+                self.log_points(prefix, rows)
+            self._try_to_send(is_last=True)
+        if self._error is None:
             self._record["sent"][redact(self._uri)] = len(self._record["items"])
             write_json(path, self._record)
             return True
         reason = textwrap.shorten(str(self._error) or type(self._error).__name__, 200)
-        print_message(
-            f"{self._uri} did not get all of this run ({reason}); to send it, type"
-            " python -m pipeline.tracking send"
-        )
+        command = f"python -m pipeline.tracking send --reports {shlex.quote(str(path.parent))}"
+        text = f"{self._uri} did not get all of this run ({reason}); to send it, type {command}"
+        print(f"tracking: {redact(text)}", file=sys.stderr, flush=True)
         return False
 
     def __enter__(self) -> Run:
@@ -250,101 +245,82 @@ class Run:
             self._record["items"].append(item)
             write_json(self._path, self._record)
 
-    def _start(self) -> threading.Thread:
-        self._sender = threading.Thread(target=self._send_until_closed, daemon=True)
-        self._sender.start()
-        return self._sender
-
     def _send_until_closed(self) -> None:
-        """Send the run whenever the curves have changed, and once more when it is closed."""
-        while True:
-            # In this order, so that no change is missed.
-            self._changed.clear()
-            is_last = self._closing.is_set()
-            try:
-                self._send(is_last)
-                self._error = None
-            except Exception as error:  # Whatever MLflow raises, the training goes on
-                self._error = error
-                self._client = None  # It may have got what it did not confirm
-            if is_last:
-                return
-            if self._error:
-                self._closing.wait(RETRY_SECONDS)
-            self._changed.wait()
+        pause = 0.0
+        is_last = False
+        while not is_last:
+            is_last = self._closing.wait(pause)
+            self._try_to_send(is_last)
+            pause = RETRY_SECONDS if self._error else SEND_SECONDS
+
+    def _try_to_send(self, is_last: bool) -> None:
+        try:
+            self._send(is_last)
+            self._error = None
+        except Exception as error:  # Whatever MLflow raises, the training goes on
+            self._error = error
+            self._client = None  # The server may have got what it did not confirm
 
     def _send(self, is_last: bool) -> None:
-        """Send the curves, and at the end also the items and the state of the run."""
+        """Send new points, and at the end also the items and the state of the run."""
         import mlflow
+        from mlflow.entities import Metric
 
         if self._client is None:
             client, experiment = connect(self._uri)
-            run_id = self._find_or_create(client, experiment)
-            if self._live and not self._run_id:
-                mlflow.enable_system_metrics_logging()
-                mlflow.start_run(run_id)
-            self._run_id = run_id
-            self._sent_steps = read_last_steps(client, run_id)
+            self._run_id = self._find_or_create(client, experiment)
+            if self._sender and mlflow.active_run() is None:  # Of this thread
+                mlflow.start_run(self._run_id, log_system_metrics=True)
+            self._last_steps = read_last_steps(client, self._run_id)
+            self._next_point = 0
             self._client = client
-        client = self._client
-        for name, rows in self._curves:
-            self._send_points(client, name, rows)
+        now = get_time_ms()
+        points = self._points[self._next_point :]
+        metrics = [
+            Metric(f"{prefix}/{name}", value, now, int(row["step"]))
+            for prefix, row in points
+            for name, value in row.items()
+            if name != "step" and not math.isnan(value)
+            if row["step"] > self._last_steps.get(f"{prefix}/{name}", -1)
+        ]
+        self._client.log_batch(self._run_id, metrics)
+        self._next_point += len(points)
         if not is_last:
             return
-        for item in self._record["items"][self._first_item :]:
-            self._send_item(client, item)
-        if self._live:
+        for item in self._record["items"][self._next_item :]:
+            self._send_item(item)
+        if self._sender:
             mlflow.end_run(self._record["status"])
         # A process that was killed could not write its state.
         state = self._record.get("status", "KILLED")
-        client.set_terminated(self._run_id, state, self._record.get("end_time"))
+        self._client.set_terminated(self._run_id, state, self._record.get("end_time"))
 
     def _find_or_create(self, client: Any, experiment: str) -> str:
         """Return the id of the run of the record."""
+        from mlflow.entities import Param
+
         record = self._record
         query = f"tags.`{KEY_TAG}` = '{record['key']}'"
         runs = client.search_runs([experiment], query, max_results=1)
         if runs:
-            self._first_item = record["sent"].get(redact(self._uri), 0)
+            self._next_item = record["sent"].get(redact(self._uri), 0)
             run_id = runs[0].info.run_id
         else:
             tags = {KEY_TAG: record["key"]}
             run_id = client.create_run(experiment, record["time"], tags, record["name"]).info.run_id
         # Also of a run that exists: the server may have failed after it was created.
-        from mlflow.entities import Param
-
         client.log_batch(run_id, params=[Param(*pair) for pair in record["params"].items()])
         return run_id
 
-    def _send_points(self, client: Any, prefix: str, rows: Rows) -> None:
-        """Send the points of a curve that come after the last ones that the server has."""
-        from mlflow.entities import Metric
-
-        sent_steps = self._sent_steps
-        now = get_time_ms()
-        names = {name for row in rows[-1:] for name in row if name != "step"}
-        last = min((sent_steps.get(f"{prefix}/{name}", -1) for name in names), default=-1)
-        # Most rows were sent, so begin at the end.
-        new_rows = list(itertools.takewhile(lambda row: row["step"] > last, reversed(rows)))
-        points = [
-            Metric(f"{prefix}/{name}", value, now, int(row["step"]))
-            for row in reversed(new_rows)
-            for name, value in row.items()
-            if name != "step" and int(row["step"]) > sent_steps.get(f"{prefix}/{name}", -1)
-        ]
-        for begin in range(0, len(points), POINTS_AT_ONCE):
-            batch = points[begin : begin + POINTS_AT_ONCE]
-            client.log_batch(self._run_id, metrics=batch)
-            sent_steps.update({point.key: point.step for point in batch})
-
-    def _send_item(self, client: Any, item: Record) -> None:
+    def _send_item(self, item: Record) -> None:
         from mlflow.entities import Metric, RunTag
 
+        client = self._client
         if "metrics" in item:
             # MLflow stores a point once that arrives again with the same time.
             values = item["metrics"].items()
-            points = [Metric(name, value, item["time"], item["step"]) for name, value in values]
-            client.log_batch(self._run_id, metrics=points)
+            metrics = [Metric(name, value, item["time"], item["step"]) for name, value in values]
+            client.log_batch(self._run_id, metrics)
         elif "tags" in item:
             tags = [RunTag(name, text) for name, text in item["tags"].items()]
             client.log_batch(self._run_id, tags=tags)
@@ -368,11 +344,6 @@ def read_record(path: Path) -> Record:
         RequestError: If the file cannot be read.
     """
     return read_json(path, "") if path.is_file() else {}
-
-
-def print_message(text: str) -> None:
-    """Print one line to stderr, without logins."""
-    print(f"tracking: {redact(text)}", file=sys.stderr, flush=True)
 
 
 def get_end_status(kind: Any) -> str:
@@ -508,14 +479,14 @@ def attach(path: Path, training: Optional[str]) -> Run:
     return Run(path if training and read_record(path).get("training") == training else None)
 
 
-def read_curves(reports: Path) -> Iterator[Tuple[str, Rows]]:
+def read_curves(reports: Path) -> Iterator[Tuple[str, List[Row]]]:
     """Yield the prefix and the points of each curve in the folder of reports."""
     for name, file in CURVES.items():
         path = reports / "curves" / file
         if path.is_file():
             with path.open(newline="") as stream:
                 rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(stream)]
-            yield name, [{k: v for k, v in row.items() if v == v} for row in rows]
+            yield name, rows
 
 
 def serve_pages(host: str, port: int) -> int:
@@ -557,9 +528,10 @@ def main(argv: Optional[List[str]] = None) -> int:
     record = args.reports / RECORD
     if not record.is_file():
         raise errors.RequestError(f"{record}: no such file; a training writes it")
-    if not Run(record, args.to).close():
+    uri = args.to or choose_uri()
+    if not Run(record, uri).close():
         return 1
-    print("everything has arrived")
+    print(f"{redact(uri)} has all of this run")
     return 0
 
 

@@ -256,7 +256,6 @@ class TrainingLogger:
         # A resumed training continues its curves, the sums of their next point, and its run.
         info = saved[1] if saved else {}
         self.curves: Curves = unpack_curves(*saved) if saved else {}
-        self.speed: Rows = []
         # Ranks add their sums, so the others begin at 0.
         window = info.get("log_window", {})
         self.sums: Metrics = window if context.is_main else dict.fromkeys(window, 0.0)
@@ -274,6 +273,8 @@ class TrainingLogger:
             training=training,
             name=" ".join(filter(None, dict.fromkeys((preset, data)))),
         )
+        for kind, rows in self.curves.items():
+            self.run.log_points(kind, rows)
 
     def __enter__(self) -> TrainingLogger:
         return self
@@ -351,13 +352,12 @@ class TrainingLogger:
         pairs = sums.pop("pairs")
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
         # Speed differs on every machine, so it is in MLflow only.
-        self.speed.append(
-            {
-                "step": step,
-                "pairs_per_s": self.pairs * self.timed_steps / seconds,
-                "data_wait": self.waited / seconds,
-            }
-        )
+        speed = {
+            "step": step,
+            "pairs_per_s": self.pairs * self.timed_steps / seconds,
+            "data_wait": self.waited / seconds,
+        }
+        self.run.log_points("train", [speed])
         self._log_point("train", step, {**{n: sums[n] / pairs for n in sorted(sums)}, **metrics})
         self._restart_clock()
         self.sums = {}
@@ -437,6 +437,6 @@ class TrainingLogger:
     def _log_point(self, kind: str, step: int, point: Metrics) -> None:
         """Add a point to a curve, which MLflow gets as well."""
         # The curves have as many digits as their files.
-        row = {name: float(f"{value:.6g}") for name, value in point.items()}
-        self.curves.setdefault(kind, []).append({"step": step, **row})
-        self.run.log_curves(self.curves, self.speed)
+        row = {"step": step, **{name: float(f"{value:.6g}") for name, value in point.items()}}
+        self.curves.setdefault(kind, []).append(row)
+        self.run.log_points(kind, [row])

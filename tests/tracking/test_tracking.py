@@ -1,5 +1,6 @@
 """Tracking: every point arrives once, and no server can hold up or end a training."""
 
+import math
 import time
 
 import pytest
@@ -19,10 +20,11 @@ def short_pauses(monkeypatch):
     """Wait shortly, and inherit nothing from the shell of the person who tests."""
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME", "DVC_EXP_NAME", "DVC_ROOT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
     monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(tracking, "SEND_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -83,7 +85,8 @@ def test_a_run_has_params_curves_tags_files_and_model(mlflow_store, tmp_path):
     weights = write_weights(tmp_path / "best.safetensors")
     params = {"train": {"lr": 0.1}}
     with tracking.open_run(tmp_path / "reports", params, "identity", name="identity") as run:
-        run.log_curves({"train": make_rows(50), "val": make_rows(3)})
+        run.log_points("train", make_rows(50))
+        run.log_points("val", [*make_rows(3), {"step": 3.0, "loss": math.nan}])
         run.add_artifact(tmp_path / "matches.png", "pictures")
         run.set_tags({"data": "ab" * 32})
         run.register_model(weights, weights, 50)
@@ -120,7 +123,7 @@ def test_without_a_record_and_on_other_ranks_a_run_does_nothing(tmp_path):
         tracking.attach(tmp_path / tracking.RECORD, "identity"),
         open_run(tmp_path, enabled=False),
     ):
-        run.log_curves({"train": make_rows(2)})
+        run.log_points("train", make_rows(2))
         assert run.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -133,7 +136,7 @@ def test_what_a_server_missed_is_sent_once(gate, mlflow_store, tmp_path, capfd, 
         gate.start(start)
     run = open_run(reports)
     begin = time.monotonic()
-    run.log_curves({"train": make_rows(1000)})
+    run.log_points("train", make_rows(1000))
     assert time.monotonic() - begin < 1  # The training does not wait
     run.add_artifact(tmp_path / "page.html", "test")
     write_curve(reports, 1000)
@@ -155,14 +158,14 @@ def test_what_a_server_missed_is_sent_once(gate, mlflow_store, tmp_path, capfd, 
 def test_a_server_that_fails_in_the_middle_gets_every_step(gate, mlflow_store, tmp_path, fault):
     gate.start()
     run = open_run(tmp_path)
-    run.log_curves({"train": make_rows(100)})
+    run.log_points("train", make_rows(100))
     wait_until(lambda: run._run_id)
     wait_until(lambda: get_steps(mlflow_store, "train/loss") == list(range(100)))
     gate.mode = fault
-    run.log_curves({"train": make_rows(200)})
+    run.log_points("train", make_rows(200)[100:])
     wait_until(lambda: run._error)
     gate.mode = "up"
-    run.log_curves({"train": make_rows(300)})
+    run.log_points("train", make_rows(300)[200:])
     assert run.close()
     steps = get_steps(mlflow_store, "train/loss")
     assert sorted(set(steps)) == list(range(300))
@@ -195,11 +198,11 @@ def test_runs_that_end_at_once_end(mlflow_store, tmp_path):
 
 def test_a_resumed_training_repeats_no_point(mlflow_store, tmp_path):
     run = open_run(tmp_path)
-    run.log_curves({"train": make_rows(8)})
+    run.log_points("train", make_rows(8))
     assert run.close("KILLED")
     with open_run(tmp_path, resume=True) as run:
-        run.log_curves({"train": make_rows(6)})  # The checkpoint is of step 5
-        run.log_curves({"train": make_rows(12)})
+        run.log_points("train", make_rows(6))  # The checkpoint is of step 5
+        run.log_points("train", make_rows(12)[6:])
     assert get_steps(mlflow_store, "train/loss") == list(range(12))
     assert get_run(mlflow_store).info.status == "FINISHED"
 
