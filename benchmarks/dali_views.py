@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 
 BATCH = 32
-ROOM = 1.25  # the resized photograph is so many times as large as a view
+ROOM = 1.25  # ratio of the size of the resized photograph to that of a view
 # Views 0 and 1 (B, 1, H, W) uint8, and H_0to1 (B, 3, 3) float64
 Batch = Tuple[Any, Any, np.ndarray]
 Size = Tuple[int, int]  # (width, height) px

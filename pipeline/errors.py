@@ -14,7 +14,7 @@ from superglue_sift.errors import RequestError, WorkError, make_parser  # noqa: 
 from superglue_sift.errors import run_main as run  # noqa: F401
 
 STOPPED = 143
-LARGEST = 2**32 - 1  # The largest number of a variable, such as SLURM's number of a job
+LARGEST = 2**32 - 1  # Maximum of a number in a variable, such as the id of SLURM's job
 # The environment variable in which pipeline.launch says how often it has started the ranks again
 RESTARTS = "SG_RESTARTS"
 

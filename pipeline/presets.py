@@ -188,7 +188,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     name = args.name or "folder"
     text = ""
     if args.params.exists() and params.read_preset_name(args.params) == name:
-        params.load(args.params)  # It reports wrong edits of the user
+        params.load(args.params)  # Reject wrong edits
         text = args.params.read_text(encoding="utf-8")
     if not write_params(args.params, render_params(name, args.images, args.val_images, text)):
         print(f"{args.params} already holds preset {name}")

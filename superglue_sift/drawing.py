@@ -32,7 +32,7 @@ CELLS = (8, 6)  # Cells across and down the first image, from which lines are ta
 OPACITY = 0.75  # Opacity of lines, whose ends are opaque
 SIDE = 1280  # Maximum longer side of each image in the picture in px
 GAP = 8  # Width of the gap between the two images in px
-LETTERS = 50  # So many heights of a letter are the width of the picture, to be read on a phone
+LETTERS = 50  # Width of the picture in heights of a letter, to be read on a phone
 SMALLEST = 12  # Minimum height of a letter in px
 
 

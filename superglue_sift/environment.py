@@ -7,7 +7,7 @@ the same bytes on every x86-64 processor with AVX2, Intel's or AMD's.
 Libraries choose their code by vendor and instruction set, and each code rounds differently. These
 variables make them choose alike. They must be set before the libraries are loaded.
 
-For keypoints they are always set. OpenCV's SIFT gives other last bits where it calls its own
+For keypoints they are always set. The last bits of OpenCV's SIFT change where it calls its own
 AVX-512 code, or Intel's IPP, whose RSQRTPS is an approximation that the vendors define differently.
 Both are turned off, which costs no time that can be measured. `cv2.ipp.setUseIPP` would act on one
 thread only.
@@ -36,7 +36,7 @@ NETWORK = {
     "MKL_CBWR": "COMPATIBLE",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "ATEN_CPU_CAPABILITY": "avx2",
-    # numpy's exp, log and other functions have other last bits with AVX-512.
+    # AVX-512 changes the last bits of numpy's exp, log and other functions.
     "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",
     # The OpenBLAS libraries of numpy, SciPy and OpenCV read these two.
     "OPENBLAS_CORETYPE": "Haswell",

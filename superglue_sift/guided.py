@@ -1,7 +1,7 @@
 """Guided matching: add mutual nearest neighbors where the matches around them predict them.
 
-The network gets some hundreds of keypoints of each image. Nearest neighbors of the others are
-matches, too, if they lie where the network's matches around them lead (docs/results.md).
+The network gets some hundreds of keypoints of each image. Mutual nearest neighbors among the others
+are matches, too, if they lie where the network's matches around them predict (docs/results.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from superglue_sift.geometry.local_maps import Points, fit_maps_around
 from superglue_sift.geometry.verification import Factors, are_small_errors
 from superglue_sift.matches import Matches
 
-NEIGHBORS = 8  # So many matches around a keypoint give a map
+NEIGHBORS = 8  # Number of matches around a keypoint to which a map is fitted
 
 
 def add_guided_matches(
@@ -25,7 +25,7 @@ def add_guided_matches(
     factors: Factors,
     threshold: float,
 ) -> Matches:
-    """Add mutual nearest neighbors that the network did not get, where its matches lead to them.
+    """Add mutual nearest neighbors that the network did not get, where its matches predict them.
 
     A match that is added replaces less confident matches of its keypoints.
 

@@ -96,7 +96,7 @@ class Matcher:
         network_keypoints: maximum number of keypoints of an image that are selected for the network
             (`nearest.select_keypoints`). Time and memory grow with its square.
         resize: longer side in px to which images are reduced for SIFT. Images below
-            `features.ENLARGED_TO` are enlarged to it. If 0, images keep their size. Features and
+            `extraction.ENLARGED_TO` are enlarged to it. If 0, images keep their size. Features and
             results are in px of the file in any case.
         threshold: minimum probability of a match of the network.
         extractor: the extractor of keypoints. None if it may not be run.
@@ -293,10 +293,10 @@ class Matcher:
         """
         photo = decode_photo(data, str(path), True, self.frame)
         turned = photo.turned if self.frame == UPRIGHT else 1
-        loaded_mask = None if mask is None else load_mask(mask, photo.size, turned)
+        size = photo.pixels.shape[1::-1]
+        loaded_mask = None if mask is None else load_mask(mask, size, turned)
         features = self._extract(photo.pixels, (photo.mask, loaded_mask), str(path))
-        # A file of very many pixels was read at a smaller scale.
-        return features.resize(photo.size)._replace(image=path, turned=turned)
+        return features._replace(image=path, turned=turned)
 
     def _extract(
         self, gray: np.ndarray, masks: Sequence[Optional[np.ndarray]], name: str
@@ -487,8 +487,8 @@ class Matcher:
         """Match the keypoints of pairs of images. All matches of this library come from here.
 
         Nearest neighbors select the keypoints of each pair that the network gets. The network
-        matches these, and matches of other keypoints are added where the network's matches lead to
-        them. In a scene, the pair is verified in between (`scene.verify_pair`).
+        matches these. Guided matching adds matches of other keypoints (`guided`). In a scene, the
+        pair is verified in between (`scene.verify_pair`).
 
         Args:
             batch: features of both images of each pair. The network takes all pairs at once.

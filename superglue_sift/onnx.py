@@ -54,8 +54,8 @@ OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1")
 COLMAP_INPUTS = tuple(
     f"{name}{view}" for name in ("kpts", "desc", "image_size", "scales", "oris") for view in "01"
 )
-# Maximum number of keypoints of an image that the file matches. COLMAP may find 8,192, but time and
-# memory grow with the square.
+# Maximum number of keypoints of an image in the graph for COLMAP. COLMAP may find 8,192, but time
+# and memory grow with the square.
 COLMAP_KEYPOINTS = 2048
 # With a threshold between 0.6 and 0.8, COLMAP's cameras of Strecha's scenes are most exact. Below
 # 0.8, one pair is false.

@@ -41,7 +41,7 @@ from superglue_sift.torch_compat import describe_missing_compiler
 
 CLONE = Path(__file__).resolve().parents[2]
 GRACE = 60  # seconds to save after SIGTERM
-# The limits of a rehearsal on a CPU are so many times as long, since other work may keep it busy.
+# Factor for the limits of a rehearsal on a CPU, which other work may keep busy.
 PATIENCE = 8
 # Files of OUT that are not copied to OUT/back
 LARGE = shutil.ignore_patterns("back", "data", "step-*", "mlflow*", "*.jsonl", "*.png", "*.jpg")

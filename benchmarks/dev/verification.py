@@ -64,8 +64,8 @@ View = Tuple[Gray, List[np.ndarray]]
 Errors = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (k,) px, of matches (k, 2) and (k, 2)
 LabeledPair = Tuple[Any, str, Tuple[Features, Features], Errors]  # with its place and its kind
 
-PLACES = 13  # so many photographs of the first folder make places
-LEARNED = 9  # the weights are learned from so many of them; the others are fresh
+PLACES = 13  # number of photographs of the first folder that make places
+LEARNED = 9  # number of places that teach the weights; the others test them
 OTHERS = -24  # the second folder's photographs from here on
 VIEW = (640, 480)  # px, width and height
 # Wider than in training: little overlap, strong tilt and zoom

@@ -39,7 +39,7 @@ from superglue_sift.progress import Progress
 TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
 PLAIN = "http://images.cocodataset.org/zips"
 MIRROR = "COCO_MIRROR"  # Environment variable: base address to use instead of the official one
-BLOCK = 1 << 20  # Bytes that are written at once
+BLOCK = 1 << 20  # Bytes of a block
 IMAGES_AT_ONCE = 32  # Images of a remote archive that are requested at once
 HEADER_BYTES = 1 << 10  # More than the header in front of an image takes
 DIRECTORY_BYTES = 200  # More than an image takes in the directory of an archive

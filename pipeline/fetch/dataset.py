@@ -350,7 +350,9 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
         names = [line for _, line in read_lines(path)]
         container = _open_listed(path, Path(root or path.parent), names)
     elif suffix == ".json":
-        container = _open_listed(path, Path(root or path.parent), _read_annotations(path))
+        # The bytes may be UTF-8 or UTF-16.
+        names = [image["file_name"] for image in json.loads(path.read_bytes())["images"]]
+        container = _open_listed(path, Path(root or path.parent), names)
     else:
         raise RequestError(
             f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations"
@@ -402,11 +404,6 @@ def _open_listed(path: Path, root: Path, names: Sequence[str]) -> Container:
             f" '{min(missing)}'; set fetch.root"
         )
     return replace(container, names=sorted(present | missing))
-
-
-def _read_annotations(path: Path) -> List[str]:
-    """Return the names of the images in a COCO annotation file, in UTF-8 or UTF-16."""
-    return [image["file_name"] for image in json.loads(path.read_bytes())["images"]]
 
 
 def make_member_entry(member: zipfile.ZipInfo, header: bytes) -> Entry:

@@ -28,7 +28,7 @@ from superglue_sift.features.extraction import ENLARGED_TO
 from superglue_sift.features.images import FRAMES
 from superglue_sift.features.photo_folder import check_masks, find_mask
 from superglue_sift.files import FileName, name_below, write_atomic
-from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, Matcher
+from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, RESIZE, Matcher
 from superglue_sift.network.weights import find_shipped_weights
 from superglue_sift.progress import Progress
 
@@ -344,12 +344,13 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-keypoints", metavar="N", type=int, help=keypoints_help)
     network_help = (
-        f"of these the network gets so many (default {NETWORK_KEYPOINTS}, with --scene"
+        f"keypoints that the network gets, at most (default {NETWORK_KEYPOINTS}, with --scene"
         f" {scene.NETWORK_KEYPOINTS})"
     )
     group.add_argument("--network-keypoints", metavar="N", type=int, help=network_help)
     resize_help = (
-        "longer side in px to which images are reduced (default 1024, with --scene 1600); those"
+        f"longer side in px to which images are reduced (default {RESIZE}, with --scene"
+        f" {scene.RESIZE}); those"
         f" below {ENLARGED_TO} are enlarged; 0 does neither"
     )
     group.add_argument("--resize", metavar="PX", type=int, help=resize_help)

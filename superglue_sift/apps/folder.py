@@ -73,8 +73,8 @@ class FolderReport:
 
     Attributes:
         matched: number of pairs that were matched.
-        unchanged: number of pairs whose results were there, fit and were kept.
-        matched_again: number of pairs whose results were there and did not fit. They are also
+        unchanged: number of pairs that were skipped, since their results are up to date.
+        matched_again: number of pairs whose results were out of date or damaged. They are also
             counted in `matched`.
         other_results: number of results in the folder that are of other pairs.
         photos: number of photographs that can be read.
@@ -292,7 +292,7 @@ def extract_photos(photos: Sequence[PhotoFile], store: FeatureStore) -> Dict[str
 def find_done_pairs(
     files: PairFiles, pairs: Sequence[PhotoPair]
 ) -> Tuple[Collection[PhotoPair], int, int]:
-    """Find the pairs that are done: their results are there and fit.
+    """Find the pairs that are done: their results are up to date.
 
     Args:
         files: the files of the pairs.

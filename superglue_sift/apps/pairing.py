@@ -27,7 +27,7 @@ from superglue_sift.files import FileName, find_spelling, read_lines
 from superglue_sift.matcher import split_batches
 
 PICTURE_ENDING = "matches.jpg"  # ending of pictures of matches, which are no photographs
-MAX_EXHAUSTIVE = 200  # all pairs of so many images, 19,900, are matched by default
+MAX_EXHAUSTIVE = 200  # maximum number of images of which all pairs, 19,900, match by default
 IMAGES_PER_BLOCK = 16  # half of the images whose pixels stay in memory
 DEFAULT_NEIGHBORS = {"sequential": 5, "nearest": 20}  # default number of others for each image
 AUTO = "auto"

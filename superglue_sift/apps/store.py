@@ -1,7 +1,7 @@
 """Compute the features of many photographs once, and keep them on disk.
 
 The name of a file is a digest of the content of the photograph and its mask, and of the settings.
-So a photograph that was replaced under its name has other features.
+So a photograph that was replaced under its name gets features of its own.
 """
 
 from __future__ import annotations

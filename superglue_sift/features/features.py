@@ -83,10 +83,6 @@ class Features(NamedTuple):
         # `take` is two to three times as fast as indexing by an array.
         return self._replace(**{name: array.take(index, 0) for name, array in arrays.items()})
 
-    def move(self, keypoints: np.ndarray) -> Features:
-        """Return a copy with the keypoints at other positions (N, 2) px."""
-        return self._replace(keypoints=np.asarray(keypoints, np.float32))
-
     def resize(self, size: Tuple[int, int]) -> Features:
         """Return the keypoints in pixels of the image resized to `size` (width, height) px."""
         if tuple(size) == tuple(self.image_size):

@@ -72,7 +72,6 @@ class Photo(NamedTuple):
     Attributes:
         pixels: (H, W) gray or (H, W, 3) BGR, uint8.
         to_shown: (3, 3) maps coordinates of a result to `pixels`, to draw them.
-        size: (width, height) of `pixels`.
         turned: EXIF orientation of the file, 1 to 8.
         mask: (H, W) uint8, 0 where a pixel is transparent or has no data. None if there is no such
             pixel.
@@ -80,7 +79,6 @@ class Photo(NamedTuple):
 
     pixels: np.ndarray
     to_shown: np.ndarray
-    size: Size = (0, 0)
     turned: int = 1
     mask: Optional[np.ndarray] = None
 
@@ -124,9 +122,8 @@ def read_photo_for_drawing(path: FileName, frame: str) -> Photo:
     photo = decode_photo(read_bytes(path), str(path), False, UPRIGHT)
     if frame == UPRIGHT:
         return photo
-    return photo._replace(
-        to_shown=map_to_upright(photo.turned, turn_size(photo.size, photo.turned))
-    )
+    stored_size = turn_size(photo.pixels.shape[1::-1], photo.turned)
+    return photo._replace(to_shown=map_to_upright(photo.turned, stored_size))
 
 
 def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
@@ -184,7 +181,7 @@ def decode_photo(data: bytes, name: str, gray: bool, frame: str) -> Photo:
     if frame == UPRIGHT:
         pixels = turn_upright(pixels, turn)
         mask = None if mask is None else turn_upright(mask, turn)
-    return Photo(pixels, np.eye(3), pixels.shape[1::-1], turn, mask)
+    return Photo(pixels, np.eye(3), turn, mask)
 
 
 # --- Pillow

@@ -32,8 +32,8 @@ from superglue_sift.geometry import two_view
 MIN_SCALE = 1.6 * 2 ** (1 / 6)
 
 CONTRAST = 0.0133  # Minimum contrast of a keypoint, a third of OpenCV's default
-# Increase this number when the same image gives other keypoints. Features and stores made with
-# another number are then made again.
+# Increase this number when the keypoints of an image change. Features and stores made with another
+# number are then made again.
 VERSION = "2"
 
 

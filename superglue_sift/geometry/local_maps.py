@@ -18,7 +18,7 @@ Points = Tuple[np.ndarray, np.ndarray]  # Positions in both images, px
 GEOMETRY_PX = 3.0  # Maximum distance of an inlier of the geometry
 PLANAR = 0.6  # A homography's Jacobians are used if at least this part are inliers
 MIN_INLIERS = 6  # With fewer inliers, maps come from scale and orientation
-NEIGHBORS = 10  # A map of refinement is fitted to so many matches
+NEIGHBORS = 10  # Number of matches to which a map of refinement is fitted
 NEAR_PX = 30.0  # A neighbor at this distance has half the weight
 # Neighbors that scatter by this distance weigh as much as the prior of their map.
 PRIOR_PX = 5.0

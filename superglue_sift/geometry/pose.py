@@ -26,7 +26,7 @@ POSE_PX = 0.6
 # A match lies on its epipolar line up to this many standard deviations, of at least MIN_NOISE_PX.
 NOISE_DEVIATIONS = 3.0
 MIN_NOISE_PX = 0.02
-ROTATION_ROUNDS = 30  # A rotation is fitted so many times, with weights from the last fit
+ROTATION_ROUNDS = 30  # Number of fits of a rotation, each with weights from the one before
 
 Pose = Tuple[Optional[np.ndarray], Optional[np.ndarray], np.ndarray]  # R, t, inliers
 

@@ -45,7 +45,7 @@ RADIUS = 10  # A patch has SIDE^2 samples
 SIDE = 2 * RADIUS + 1
 WIDTH = 5.0  # Deviation of the Gaussian that weighs the samples
 SMOOTHING_PX = 0.7  # Gaussian blur of images before they are sampled
-CORRELATED = 6.0  # So many samples of a smoothed image say as much as an independent one
+CORRELATED = 6.0  # Samples of a smoothed image that are worth one independent sample
 FLAT = 0.5  # A patch below this standard deviation in gray levels has no structure
 # A direction has no structure if its eigenvalue of the Hessian is below this part of the larger
 # eigenvalue.
@@ -90,7 +90,7 @@ def refine(
     Returns:
         Positions, deviations and correlations, as `refine_points` returns them, in px of image 1.
     """
-    # Positions are converted to the pixels that are read here, and nowhere else.
+    # Convert positions to the pixels that are read. All other code has pixels of the files.
     to_grays = [two_view.map_to_resized(size, gray.shape[::-1]) for size, gray in zip(sizes, grays)]
     gray_points0, gray_points1 = (
         two_view.transform(xy.astype(np.float64), to_gray) for xy, to_gray in zip(points, to_grays)
@@ -422,7 +422,7 @@ class _SampledImage:
         return sampled[0, 0]
 
     def contains(self, points: Tensor, level: Tensor) -> Tensor:
-        """Test whether each patch lies inside the image on its level. Return (K,) bool.
+        """Return whether each patch lies inside the image on its level, (K,) bool.
 
         Args:
             points: (K, n, 2), the samples of each patch, in px of the image.

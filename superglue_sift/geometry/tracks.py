@@ -19,7 +19,7 @@ from superglue_sift.geometry.local_maps import MIN_INLIERS, fit_affine_maps
 from superglue_sift.geometry.two_view import SCATTER_PX
 
 TOLERANCE = 1e-7  # of the solver; positions are then exact to a thousandth of a pixel
-# Equations are weighted anew so many times. Equations that others contradict lose weight.
+# Number of weighted solutions. Between them, equations that others contradict lose weight.
 ROUNDS = 4
 MIN_DEVIATION_PX = 0.03  # Smaller deviations of refined matches are raised to this
 
@@ -108,7 +108,7 @@ def _solve(
         weighted = vstack([system.multiply(scale[:, None]), prior]).tocsr()
         target = np.concatenate([right * scale, np.zeros(size)])
         x = lsmr(weighted, target, atol=TOLERANCE, btol=TOLERANCE)[0]
-        # Weight the equations anew by their residuals.
+        # Update the weights by the residuals.
         residual = ((system @ x - right).reshape(-1, 2) ** 2).sum(1) / deviation**2
         weight = 1.0 / (1.0 + residual / 9.0)  # Half the weight at three deviations
     corrections[used] = x.reshape(-1, 2)

@@ -36,7 +36,7 @@ MAD_TO_DEVIATION = 1.4826  # Deviation over median distance, for a normal distri
 MIN_FUNDAMENTAL = 8  # Minimum number of matches for a fundamental matrix
 FUNDAMENTAL_SAMPLE = 7  # Number of matches that determine a fundamental matrix
 # A model is supported if at least this part of the matches are inliers, and if wrong matches alone
-# have so many inliers in at most one of 1,000 pairs.
+# would have this many inliers in at most one of 1,000 pairs.
 SUPPORTED_PART = 0.5
 SUPPORTED_DIGITS = 3.0
 
@@ -218,11 +218,11 @@ def is_supported(
 
 
 def compute_significance(count: int, inliers: int, chance: float, sample: int) -> float:
-    """Compute the digits s of the probability 10^-s that wrong matches have so many inliers.
+    """Compute the significance s of a number of inliers.
 
-    If all matches are wrong, some choice of `sample` matches has so many inliers in one of 10^s
-    pairs (a contrario; Moisan and Stival 2004). Chernoff's inequality bounds the tail of the
-    binomial distribution.
+    If all matches were wrong, at most one of 10^s pairs would have a model with this many inliers
+    (a contrario; Moisan and Stival 2004). Chernoff's inequality bounds the tail of the binomial
+    distribution.
 
     Args:
         count: number of matches.
@@ -231,7 +231,7 @@ def compute_significance(count: int, inliers: int, chance: float, sample: int) -
         sample: number of matches that determine a model.
 
     Returns:
-        The number s, which is at least 0.
+        The significance s, 0 or more.
     """
     # The matches of the sample always agree with the model.
     tested = count - sample

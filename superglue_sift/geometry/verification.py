@@ -5,7 +5,7 @@ numbers tell whether it is one place, and a logistic regression weighs them
 (`compute_probability`):
 
 - The inlier ratio: how many more inliers this geometry has than the best other one. Where windows
-  repeat, the matches that are left fit another geometry nearly as well. An inlier counts if it is
+  repeat, the remaining matches fit another geometry nearly as well. An inlier counts if it is
   also where its neighbors predict it, in both images. So wrong matches that merely lie near their
   epipolar lines do not count.
 - Support: the part of the ratio test's matches around its inliers that are inliers, too. It does
@@ -42,7 +42,7 @@ INLIER_PX = 1.5  # Limit for an inlier of a fit
 BAND_PX = 2.0  # Limit for a match that is kept
 REFINED_PX = 0.8  # Limit for keypoints that were refined by the pixels of all pairs
 
-NEIGHBORS = 10  # So many nearest matches in an image are the neighbors of a match
+NEIGHBORS = 10  # Number of nearest matches in an image that are the neighbors of a match
 # A match may lie this far from where its neighbors predict it, for each px that they spread, and
 # MAX_ERROR_PX more.
 MAX_ERROR = 0.1

@@ -68,8 +68,8 @@ def create_database(
         photos: the photographs.
         store: their features, and the matcher.
         refine: refine keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop
-            matches of scenes that then do not fit (`find_refined_inliers`). Without
-            this, four cameras of unknown focal length move by decimeters.
+            matches of scenes that then do not fit (`find_refined_inliers`). Without this, four
+            cameras of unknown focal length move by decimeters.
         camera_per: "folder" or "image": what has one camera. If None, photographs whose EXIF data
             name the same camera share one, and each of the others has its own, as in COLMAP's
             importer.
@@ -101,7 +101,9 @@ def create_database(
     refined = refine_keypoints(keypoints, pairs, store) if refine else keypoints
     with _import_pycolmap().Database.open(str(partial)) as database:
         entries = {
-            photo: _write_features(database, names[photo], store(photo).move(positions))
+            photo: _write_features(
+                database, names[photo], store(photo)._replace(keypoints=positions)
+            )
             for photo, positions in refined.items()
         }
         for photo0, photo1, result in pairs:

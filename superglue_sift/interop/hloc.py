@@ -137,7 +137,7 @@ class MatcherForHloc:
         for view in "01":
             values = {name: data[name + view] for name in IMAGE_ARRAYS}
             height, width = data["image" + view].shape[-2:]
-            # hloc has sigma, degrees, and a column for each descriptor.
+            # hloc stores sigma, degrees, and descriptors as columns.
             values.update(
                 keypoint_scores=values["scores"],
                 scales=2 * values["scales"],

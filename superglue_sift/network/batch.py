@@ -132,7 +132,7 @@ def select_images(images: Features, index: Sequence[int]) -> Features:
 
 
 def pad_images(images: Features, count: int, keypoints: int) -> Features:
-    """Return a batch that is padded to so many images, and to so many keypoints of each.
+    """Return a batch padded to `count` images with `keypoints` keypoints each.
 
     The added images have no keypoints, and come last.
     """
@@ -204,7 +204,7 @@ def group_pairs(images0: Features, images1: Features) -> List[List[int]]:
 
 
 class Images:
-    """The images to which the keypoints in one tensor (T, ...) belong, and their masks.
+    """The images to which the keypoints in one tensor (T, ...) belong, and which are padding.
 
     The tensor has the keypoints of several batches. Its parts are: images 0 of the first batch, its
     images 1, images 0 of the second batch, ... So the partners of the images in part i are the

@@ -215,17 +215,14 @@ def _iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Iterates:
     # a <- mu / (K b), b <- nu / (K^T a)
     for _ in range(iterations):
         a.append(mu / torch.bmm(K, b[-1]))
-        b.append(nu / (_multiply_transposed(K, a[-1]) if is_traced() else torch.bmm(K_t, a[-1])))
+        if is_traced():
+            # ONNX Runtime up to 1.22 cannot multiply a transposed matrix in float64.
+            row = a[-1].reshape(a[-1].shape[0], 1, -1)
+            product = torch.bmm(row, K).reshape(row.shape[0], -1, 1)
+        else:
+            product = torch.bmm(K_t, a[-1])
+        b.append(nu / product)
     return a, b, r
-
-
-def _multiply_transposed(K: Tensor, a: Tensor) -> Tensor:
-    """Compute K^T a of K (B, M + 1, N + 1) and a (B, M + 1, 1) without a transposed matrix.
-
-    ONNX Runtime would fuse a transposed matrix with its product, which versions up to 1.22 cannot
-    do for float64.
-    """
-    return torch.bmm(a.reshape(a.shape[0], 1, -1), K).reshape(a.shape[0], -1, 1)
 
 
 def _compute_gradient(

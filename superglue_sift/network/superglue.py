@@ -513,10 +513,10 @@ class RotaryPositions(nn.Module):
 
 
 def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate the points of a plane that vectors hold.
+    """Rotate queries and keys by rotary embedding.
 
     Args:
-        vectors: (..., d). The entries i and i + d / 2 are one point.
+        vectors: (..., d). The entries i and i + d / 2 are the coordinates of one point.
         rotation: cos and sin of the angles, (2, ..., d / 2), broadcast.
 
     Returns:
