@@ -40,7 +40,7 @@ def test_collectives(count):
     assert (alone or in_group(count, collectives)) == [expected] * count
 
 
-def fails(rank, port, pids):
+def fail_on_rank_0(rank, port, pids):
     """Rank 0 fails while an exchange waits for rank 1, which does not come; rank 1 tells whether it
     is gone.
     """
@@ -63,7 +63,8 @@ def test_a_rank_that_fails_ends_without_waiting_for_the_others():
     pids = CONTEXT.SimpleQueue()
     port = find_free_port()
     ranks = [
-        CONTEXT.Process(target=fails, args=(rank, port, pids), daemon=True) for rank in range(2)
+        CONTEXT.Process(target=fail_on_rank_0, args=(rank, port, pids), daemon=True)
+        for rank in range(2)
     ]
     for rank in ranks:
         rank.start()
@@ -93,9 +94,6 @@ STEP = {
 }  # fmt: skip
 
 
-GROUP = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-
-
 def test_a_shell_of_a_job_with_four_tasks_starts_one_process(monkeypatch):
     """SLURM_NTASKS is the job's, and an interactive shell is a step of one task."""
     for name, value in {**STEP, "SLURM_STEP_NUM_TASKS": "1"}.items():
@@ -104,26 +102,21 @@ def test_a_shell_of_a_job_with_four_tasks_starts_one_process(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variables", "error", "said"),
+    ("variables", "error", "name"),
     [
-        ({"RANK": "first"}, RequestError, "RANK='first'"),
-        ({"RANK": "²"}, RequestError, "RANK='²': must be a whole number from 0"),  # str.isdigit
-        ({"RANK": "9" * 5000}, RequestError, "RANK='9{20}...'"),
-        ({"WORLD_SIZE": "0"}, RequestError, "WORLD_SIZE='0': must be a whole number from 1"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, RequestError, r"RANK=2: must be below WORLD_SIZE \(2"),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, RequestError, "needs MASTER_ADDR"),
-        ({**GROUP, "SG_TIMEOUT": "9" * 14}, RequestError, "SG_TIMEOUT='9{14}'"),
-        ({**STEP, "SLURM_PROCID": "x"}, RequestError, "SLURM_PROCID='x'"),
-        ({**STEP, "SLURM_PROCID": ""}, RequestError, "SLURM_PROCID=''"),
-        ({**STEP, "MASTER_PORT": "taken"}, RequestError, "MASTER_PORT=.*in use"),
-        (STEP, WorkError, "rank 0 of 4: the others did not come within 1 s"),
+        ({"RANK": "first"}, RequestError, "RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, RequestError, "RANK"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, RequestError, "MASTER_ADDR"),
+        ({**STEP, "SLURM_PROCID": ""}, RequestError, "SLURM_PROCID"),
+        ({**STEP, "MASTER_PORT": "in use"}, RequestError, "MASTER_PORT"),
+        (STEP, WorkError, "rank 0 of 4"),  # the other ranks do not come
     ],
 )
-def test_a_start_that_cannot_succeed_is_one_line(monkeypatch, variables, error, said):
-    with socket.create_server(("", 0)) as other:
-        taken = other.getsockname()[1]
-        port = taken if "MASTER_PORT" in variables else find_free_port()
-        for name, value in {**variables, "MASTER_PORT": str(port)}.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(error, match=said), distributed.process_group():
+def test_a_start_that_cannot_succeed_names_the_variable(monkeypatch, variables, error, name):
+    with socket.create_server(("", 0)) as listener:
+        used_port = listener.getsockname()[1]
+        port = used_port if "MASTER_PORT" in variables else find_free_port()
+        for variable, value in {**variables, "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(variable, value)
+        with pytest.raises(error, match=name), distributed.process_group():
             pass

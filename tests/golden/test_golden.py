@@ -74,13 +74,13 @@ def compute_assignments(exact):
     pairs.append((pairs[0][0], pairs[0][1].select(slice(0))))
     with torch.no_grad():
         padded = model(*batch_pairs(pairs)).exp()
-    found = []
+    assignments = []
     for P, pair in zip(padded, pairs):
         P = crop_padding(P, *(len(features.keypoints) for features in pair))
         best, place = P[:-1].max(1)
         values = {"best": best, "place": place, "dustbin0": P[:-1, -1], "dustbin1": P[-1, :-1]}
-        found.append({name: value.tolist() for name, value in values.items()})
-    return found
+        assignments.append({name: value.tolist() for name, value in values.items()})
+    return assignments
 
 
 @pytest.fixture(scope="module")

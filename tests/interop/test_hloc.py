@@ -101,7 +101,7 @@ def test_the_matcher_gives_our_matches(pair, result, plugin, tmp_path):
     assert output["matching_scores0"].shape == output["matches0"].shape
 
 
-def test_settings_are_those_of_the_matcher(plugin):
+def test_the_conf_of_hloc_has_the_settings_of_the_matcher(plugin):
     conf = {"name": "superglue_sift", "device": "cpu", "scene": True, "accept": 0.98}
     assert plugin(conf).matcher.rules.accept == 0.98
     with pytest.raises(TypeError, match="treshold"):
