@@ -18,12 +18,6 @@ MODULES = (
     "superglue_sift.network.superglue",
     "superglue_sift.network.weights",
 )
-# What users call first, by its name in one of the modules
-FIRST = {
-    "Matcher.load", "Matcher.extract", "Matcher.match", "match_folder", "MatchResult",
-    "MatchResult.fit_homography", "MatchResult.fit_fundamental",
-    "MatchResult.estimate_relative_pose", "MatchResult.show", "Features.of", "SuperGlue.forward",
-}  # fmt: skip
 
 
 def examples():
@@ -35,11 +29,8 @@ def examples():
                 yield pytest.param(example, id=example.name)
 
 
-EXAMPLES = [*examples()]
-
-
 @pytest.mark.cu111
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", examples())
 def test_an_example_prints_what_it_shows(example, tmp_path, monkeypatch, photo):
     if "relative_pose" in example.name:
         pytest.importorskip("poselib")
@@ -48,8 +39,3 @@ def test_an_example_prints_what_it_shows(example, tmp_path, monkeypatch, photo):
     for name, shown in (("a", photo), ("b", photo[:, 40:])):
         cv2.imwrite(f"photos/{name}.jpg", shown)
     assert doctest.DocTestRunner().run(example).failed == 0
-
-
-def test_what_users_call_first_has_an_example():
-    names = {f".{example.id}" for example in EXAMPLES}
-    assert [name for name in FIRST if not any(full.endswith(f".{name}") for full in names)] == []

@@ -1,8 +1,6 @@
-"""The network, by the equations of the paper: attention, norms, and what holds for all of it.
+"""The network, by the equations of the paper: attention, norms, and what holds for all of it."""
 
-`tests/benchmarks` compares values and gradients of the network with those of a plain one.
-"""
-
+import copy
 import math
 
 import numpy as np
@@ -21,7 +19,8 @@ from made_pairs import (
     scrambled,
 )
 
-from pipeline.train.loss import MatchingObjective
+from benchmarks import plain
+from pipeline.train.loss import MatchingObjective, compute_assignment_losses, find_truth
 from superglue_sift import torch_compat
 from superglue_sift.features.features import TYPICAL_SCORE, Features
 from superglue_sift.network import batch as batches
@@ -235,3 +234,27 @@ def test_every_weight_receives_a_gradient():
     model = scrambled(SuperGlueConfig(dim=32, layers=2, rotary=True)).train()
     MatchingObjective(model)(label_pairs(make_pairs((20, 20))))[0].sum().backward()
     assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_assignment_loss_and_gradient_equal_those_of_a_plain_network(norm):
+    """The plain network is written as in the paper, pair by pair and in the log domain."""
+    config = SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)
+    model = scrambled(config).double()
+    plain_model = copy.deepcopy(model)
+    pairs = make_pairs(*[(40, 40)] * 3)
+    for features0, features1 in pairs:  # 30 true matches
+        features1.keypoints[:30] = features0.keypoints[29::-1]
+    batch = label_pairs(pairs)
+    truths = find_truth(batch)
+    assert (truths.matches0 >= 0).sum() == 3 * 30
+    images = batch.images0, batch.images1
+    log_P, plain_log_P = model(*images), plain.assign(plain_model, *images)
+    torch.testing.assert_close(plain_log_P, log_P, atol=1e-9, rtol=0)
+    loss = compute_assignment_losses(log_P, truths)[0].sum()
+    plain_loss = plain.compute_dense_loss(plain_log_P, truths).sum()
+    torch.testing.assert_close(plain_loss, loss, atol=1e-9, rtol=0)
+    loss.backward()
+    plain_loss.backward()
+    for weight, plain_weight in zip(model.parameters(), plain_model.parameters()):
+        torch.testing.assert_close(plain_weight.grad, weight.grad, atol=1e-9, rtol=1e-7)

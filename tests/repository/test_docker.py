@@ -1,4 +1,4 @@
-"""The images: the entrypoint does what it promises.
+"""The programs of the images: a workspace has one owner, and no image runs the code of another.
 
 docker/ci.sh builds and tries the images, and checks Dockerfiles and compose files.
 """
@@ -18,7 +18,7 @@ DOCKER = ROOT / "docker"
 
 
 @pytest.fixture
-def part(monkeypatch):
+def import_file(monkeypatch):
     """Import a file of docker/ as the image does, with its folder on the path."""
     monkeypatch.syspath_prepend(str(DOCKER))
     return importlib.import_module
@@ -45,38 +45,30 @@ def test_make_repro_on_the_host_keeps_containers_away(workspace):
 @pytest.mark.parametrize(("command", "is_stale"), [("dvc repro", True), ("sleep 1000", False)])
 def test_a_lock_of_dvc_is_removed_unless_that_dvc_is_running(workspace, command, is_stale):
     """Of a killed container: its process id may be alive here, as that of another program."""
-    with subprocess.Popen(["sleep", "1000"]) as other:
-        entry = {"pid": other.pid, "cmd": command}
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        entry = {"pid": process.pid, "cmd": command}
         tree = {"write": {"/workspace/checkpoints": entry}, "read": {"/workspace/data": [entry]}}
         rwlock = workspace / ".dvc/tmp/rwlock"
         rwlock.write_text(json.dumps(tree))
         assert run(workspace, "workspace", "true")[0] == 0
         assert rwlock.exists() != is_stale
-        other.kill()
+        process.kill()
 
 
 def test_an_empty_workspace_gets_the_project_and_no_image_runs_the_code_of_another(
-    tmp_path, part, monkeypatch, capsys
+    tmp_path, import_file
 ):
-    workspace = part("workspace")
+    workspace = import_file("workspace")
     workspace.copy_project(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*workspace.COPIED}
     assert "no_scm" in (tmp_path / ".dvc/config.local").read_text()
-    assert "`make repro`" in capsys.readouterr().out  # README names make, which an image has not
     workspace.require_same_code(tmp_path)
     (tmp_path / "params.yaml").write_text("a: 1\n")
     (tmp_path / "pipeline/gone.py").touch()
     for words in ([], ["match", "a.jpg", "b.jpg"], ["doctor"]):
         code, output = run(tmp_path, "entrypoint", *words)
-        assert code == 2 and len(output.splitlines()) == 1 and "`rm -r pipeline`" in output
+        assert code == 2 and "pipeline" in output
     shutil.rmtree(tmp_path / "pipeline")
     workspace.copy_project(tmp_path)
     workspace.require_same_code(tmp_path)
     assert (tmp_path / "params.yaml").read_text() == "a: 1\n"
-
-
-def test_exit_codes(workspace):
-    (workspace / "pipeline/launch.py").write_text("raise SystemExit(5)")
-    assert run(workspace, "entrypoint")[0] == 1
-    code, output = run(workspace, "entrypoint", "repro", "--present", "sample")
-    assert code == 2 and "--preset" in output and len(output.splitlines()) == 1

