@@ -52,7 +52,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def check_permissions() -> Iterator[Finding]:
-    """Check that this user can write the folders of a run, also after a run of another user."""
+    """Check that this user can write the folders of a run, even after a run of another user."""
     folders = [os.getcwd()]
     folders += [folder for name in WRITTEN_FOLDERS for folder, _, _ in os.walk(name)]
     denied = [folder for folder in folders if not os.access(folder, os.W_OK)]

@@ -111,7 +111,7 @@ def replace_file(new: Path, path: FileName) -> None:
 def _copy_mode(new: Path, path: Path) -> None:
     """Give `new` the mode of the file `path`, if there is one.
 
-    The owner may write to the new file, also if `path` is a write-protected file of DVC's cache.
+    The owner may write to the new file, even if `path` is a write-protected file of DVC's cache.
     """
     # Some file systems have no modes.
     with contextlib.suppress(OSError):

@@ -80,7 +80,7 @@ class Progress(tqdm):
 
 
 class _Stderr:
-    """The standard error. If it is a pipe that was closed, the work goes on without it."""
+    """The standard error. If it is a closed pipe, the work continues without it."""
 
     def write(self, text: str) -> None:
         """Write text at once."""

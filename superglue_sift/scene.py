@@ -85,7 +85,7 @@ def verify_ratio_matches(
 
     Returns:
         The number of inliers among the ratio matches, and for each photograph the indices (m,) of
-        the keypoints that lie on no watermark, by falling rank.
+        the keypoints that lie on no watermark, by descending rank.
     """
     # Match the first keypoints by the ratio test.
     orders = [np.argsort(-rank_keypoints(features), kind="stable") for features in pair]
@@ -216,7 +216,7 @@ def _get_distinct_points(matches: Matches, keypoints: Points) -> Tuple[Points, n
     """Keep one match for each position, since two orientations of a point may be two keypoints.
 
     Returns:
-        Positions (k, 2) px in both images and scores (k,) float64, by falling score.
+        Positions (k, 2) px in both images and scores (k,) float64, by descending score.
     """
     points0, points1 = matches.get_points(keypoints)
     rows = nearest.find_one_to_one(points0, points1, matches.scores)

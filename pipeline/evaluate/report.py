@@ -218,7 +218,7 @@ def make_matches_table(results: Results) -> pd.DataFrame:
         (name, "", False): heading for name, (heading, _) in HEADINGS.items() if name in names
     }
     table = make_percent_table(results, columns)
-    # A mean number is no fraction.
+    # A mean count is not a percentage.
     counts = results.metrics["value"].xs(("matches", "", False), level=KEY)
     table.insert(0, "matches", counts.map("{:.0f}".format).to_numpy())
     return table

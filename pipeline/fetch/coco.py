@@ -272,7 +272,7 @@ class RemoteArchive:
     def _read(self, start: int, end: int) -> Iterator[bytes]:
         """Yield the bytes from `start` to `end` of the archive, in blocks.
 
-        After a failure it goes on where it was. An address is given up after `TRIES` failures in a
+        After a failure it resumes where it was. An address is given up after `TRIES` failures in a
         row.
 
         Raises:

@@ -181,7 +181,7 @@ def match_database(args: argparse.Namespace) -> int:
         features = ((database(photo0), database(photo1)) for photo0, photo1 in to_match)
         matched_count = 0
         # Threads that match must end before the database is closed. Each pair is written at once,
-        # so that a stopped command goes on after it.
+        # so that a stopped command resumes after it.
         with contextlib.closing(matcher.match_batch(features)) as pair_results:
             shown = Progress(pair_results, total=len(to_match), desc="matching", unit="pairs")
             for result, pair in zip(shown, to_match):

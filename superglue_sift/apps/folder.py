@@ -6,7 +6,7 @@
 
 The features of each photograph are computed once and kept on disk. A pair is skipped if its file
 `A_B_matches.npz` is up to date (`results`). This file is written last and atomically, so that the
-same call goes on where it was stopped. Memory holds the names of all photographs and pairs, the
+same call resumes where it was stopped. Memory holds the names of all photographs and pairs, the
 features of the last 256 photographs, the pixels of the last 32, and one batch of pairs. For a
 COLMAP database it also holds all matches.
 """
@@ -109,7 +109,7 @@ def match_folder(
     """Match pairs of photographs, and write `A_B_matches.npz` of each pair (`results.make_npz`).
 
     A pair whose file was made from the same photographs and masks, by the same weights with the
-    same settings, is kept. So the same call goes on after a stop. Results that do not fit are made
+    same settings, is kept. So the same call resumes after a stop. Results that do not fit are made
     again, and a warning counts them.
 
     Args:

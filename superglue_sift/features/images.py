@@ -201,7 +201,7 @@ def _decode_by_pillow(
         values = _read_deep_colors(image, data)
         if image.format == "PNG":
             image.load()  # The EXIF data of a PNG may follow its pixels
-        turn = _read_orientation(image)  # A decoded TIFF has none any more
+        turn = _read_orientation(image)  # Decoding removes it from a TIFF
         if values is not None:
             visible = np.asarray(values[..., 3:].all(axis=-1))
             return (*scale_to_8_bits(values[..., :3], gray, visible), turn)

@@ -176,7 +176,7 @@ def find_one_to_one(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) ->
         scores: (K,).
 
     Returns:
-        The indices of these matches, by falling score.
+        The indices of these matches, by descending score.
     """
     order = np.argsort(-scores, kind="stable")
     # `np.unique` returns the first match of each end, which is the best one in this order.

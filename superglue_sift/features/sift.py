@@ -11,7 +11,7 @@ Choices and the measurements behind them:
   different ones in 15 % of the true matches of COCO views (22 % in oxford_affine), and their
   descriptors would have nothing in common. With `choose_orientations` it is 5 % and 13 %.
 - The keypoints of highest rank (`rank_keypoints`) are kept, not those of highest response: 52 % of
-  the right matches of COCO views then have both keypoints among the 512 that are kept, in place of
+  the right matches of COCO views then have both keypoints among the 512 that are kept, instead of
   47 %.
 - Descriptors are integers from 0 to 255 in OpenCV, so uint8 loses nothing.
 """
@@ -27,8 +27,8 @@ import numpy as np
 from superglue_sift.features.features import SIFT_DIM, Features
 from superglue_sift.geometry import two_view
 
-# Minimum scale in px. It belongs to sigma 1.6 of the doubled image, in the first of three layers,
-# half a layer below it.
+# Minimum scale in px: that of sigma 1.6 in the doubled image, at the first of three layers, minus
+# half a layer, by which OpenCV refines it at most.
 MIN_SCALE = 1.6 * 2 ** (1 / 6)
 
 CONTRAST = 0.0133  # Minimum contrast of a keypoint, a third of OpenCV's default
@@ -110,7 +110,7 @@ def keep_strongest(features: Features, max_keypoints: int) -> Features:
 
 
 def estimate_sift_scale(features: Features, resize: int) -> float:
-    """Return px of the image that SIFT saw per px of the image, also if that is not known.
+    """Return px of the image that SIFT saw per px of the image, even if it is not known.
 
     For keypoints of your own, it is that of an image which `resize` reduces. But SIFT detects no
     keypoint below MIN_SCALE. If `resize` would make a keypoint smaller than this, your SIFT saw a
@@ -158,7 +158,7 @@ def _find_highest(
 def _sort_by_position(
     keypoints: np.ndarray, scales: np.ndarray, oris: np.ndarray, scores: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray]:
-    """Sort n keypoints by position, and at each position by falling score.
+    """Sort n keypoints by position, and at each position by descending score.
 
     Returns:
         The order (n,), and where in it each position begins.

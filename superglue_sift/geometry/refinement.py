@@ -19,8 +19,8 @@ and shifted until it fits image 1 best.
   direction without structure, as along a straight edge, the match does not move. Added blur makes
   residuals of neighboring samples alike, which the covariance takes into account.
 
-Lengths are in pixels that are read, which may be a reduced copy of the file's. More of them give
-more exact positions.
+Lengths are in pixels of the image that is read, which may be a reduced copy of the file. A larger
+copy gives more exact positions.
 """
 
 from __future__ import annotations

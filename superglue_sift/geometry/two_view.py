@@ -133,7 +133,7 @@ def compute_mirrored_fraction(maps: np.ndarray) -> float:
 
 
 def map_to_resized(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndarray:
-    """Return the map (3, 3) from pixels of an image to pixels of what `cv2.resize` makes of it.
+    """Return the map (3, 3) from pixels of an image to pixels of its copy by `cv2.resize`.
 
     Args:
         before: (width, height) of the image in px.

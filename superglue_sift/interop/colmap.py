@@ -182,7 +182,7 @@ def _write_pair(database: Any, entry0: ImageEntry, entry1: ImageEntry, matches: 
     geometry = pycolmap.estimate_two_view_geometry(camera0, points0, camera1, points1, matches)
     # COLMAP's mapper would also use a geometry that COLMAP itself takes for a watermark.
     watermark = pycolmap.TwoViewGeometryConfiguration.WATERMARK
-    # Both are written or none, since a command that goes on skips pairs with matches.
+    # Both are written or none, since a resumed command skips pairs with matches.
     with pycolmap.DatabaseTransaction(database):
         database.write_matches(id0, id1, matches)
         if len(geometry.inlier_matches) >= MIN_INLIERS and geometry.config != watermark:

@@ -100,7 +100,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def get_mask(images: Features) -> Tensor:
-    """Return (B, N) bool, True for keypoints, also if there is no padding."""
+    """Return (B, N) bool, True for keypoints, even if there is no padding."""
     if images.mask is not None:
         return images.mask
     return torch.ones(images.scores.shape, dtype=torch.bool, device=images.scores.device)
