@@ -5,6 +5,7 @@ import math
 import cv2
 import numpy as np
 import pytest
+from made_scenes import TURN
 
 from pipeline.evaluate import estimators
 from pipeline.evaluate.estimators import Points
@@ -123,6 +124,30 @@ def test_only_the_ratios_of_weights_count():
     weights = np.linspace(0.1, 1, 20)
     H, H_other = (estimators.fit_dlt(points0, points1, w) for w in (weights, 100 * weights))
     np.testing.assert_allclose(H_other, H, rtol=1e-6)
+
+
+def test_the_limit_of_an_inlier_is_a_pixel_at_the_mean_focal_length():
+    """So cameras of 250 and 1,000 px, in any order, and of 625 px have one pose of equal rays."""
+    rays = [two_view.transform(pixels, np.linalg.inv(K)) for pixels in scene(noise=0.8)]
+    poses = []
+    for focals in ((625, 625), (250, 1000), (1000, 250)):
+        K0, K1 = (np.diag([focal, focal, 1.0]) for focal in focals)
+        pixels = two_view.transform(rays[0], K0), two_view.transform(rays[1], K1)
+        points = Points(*pixels, OURS, np.ones(80))
+        poses.append(np.column_stack(estimators.estimate_pose(points, CameraPair(K0, K1, T))))
+    np.testing.assert_allclose(poses, [poses[0]] * 3, atol=1e-6)
+
+
+def test_exact_matches_decide_if_the_deviations_of_refined_matches_are_known():
+    points0 = np.random.default_rng(0).uniform(0, 300, (120, 2))
+    deviations = np.repeat([0.02, 1.0], [50, 70])
+    noise = np.random.default_rng(1).normal(size=(120, 2)) * deviations[:, None]
+    points = Points(points0, two_view.transform(points0, TURN) + noise, OURS, np.ones(120))
+    weighted, equal = (
+        two_view.compute_corner_error(estimators.fit_ransac(matches), TURN, (300, 300))
+        for matches in (points._replace(deviations=deviations), points)
+    )
+    assert weighted < 0.7 * equal
 
 
 def test_the_most_confident_of_few_matches_are_at_least_four():

@@ -169,3 +169,14 @@ def test_half_of_the_held_out_images_are_test_images(make_params):
     val, test = len(splits["val"]), len(splits["test"])
     # Three standard deviations of 400 coin tosses
     assert abs(val + test - 400) < 3 * 16 and abs(val - test) < 3 * 20
+
+
+@pytest.mark.parametrize("set_name", "abcdefgh")
+def test_twelve_of_24_images_are_held_out_six_to_validate_and_six_to_test(make_params, set_name):
+    names = [f"{set_name}-{number}.jpg" for number in range(24)]
+    splits = dataset.split_names(names, make_params("fetch", val_fraction=0.2), {})
+    assert {split: len(held) for split, held in splits.items()} == {
+        "train": 12,
+        "val": 6,
+        "test": 6,
+    }
