@@ -27,14 +27,14 @@ from mlflow.types.schema import AnyType
 
 from superglue_sift import Matcher, RequestError
 from superglue_sift.features.features import Features
+from superglue_sift.match_result import REFINED
 
 WEIGHTS = "weights"  # Name of the artifact that has the weights
 MAX_KEYPOINTS = 4096  # Largest number of keypoints of an image, in any request
 MAX_PIXELS = 50_000_000  # Largest number of pixels of an image that is given as pixels
 IMAGES = ("image0", "image1")  # The columns of a request
-REFINED_FIELDS = ("refined0", "refined1", "deviations", "correlations")
 # The keys of the result of a request, which are attributes of MatchResult
-RESULT_FIELDS = ("keypoints0", "keypoints1", "matches", "scores", *REFINED_FIELDS)
+RESULT_FIELDS = ("keypoints0", "keypoints1", "matches", "scores", *REFINED)
 
 
 def make_signature(threshold: float) -> ModelSignature:

@@ -251,14 +251,18 @@ def export(
         max_keypoints: for COLMAP, see `ColmapSuperGlue`. If None, it is COLMAP_KEYPOINTS.
 
     Raises:
-        RequestError: If there is no such model, if packages are missing, if `max_keypoints` is
-            given for another form, or if the file has another extension or cannot be written.
+        RequestError: If an argument is wrong, if there is no such model, if packages are missing,
+            or if the file cannot be written.
     """
     path = Path(path)
     if path.suffix != ".onnx":
         raise RequestError(f"{path}: must end in .onnx")
-    if max_keypoints is not None and form != "colmap":
-        raise RequestError("max_keypoints: only for COLMAP, a graph for others takes any number")
+    if max_keypoints is not None:
+        check_range("max_keypoints", max_keypoints, 1)
+        if form != "colmap":
+            raise RequestError("max_keypoints: only with form='colmap' (--for colmap)")
+    if threshold is not None:
+        check_range("threshold", threshold, 0, 1)
     check_writable(path)
     onnx = import_extra("onnx", "onnx")
     import_extra("onnxscript", "onnx")  # torch's exporter needs it.
@@ -319,12 +323,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         f" (default {COLMAP_KEYPOINTS})",
     )
     args = parser.parse_args(argv)
-    if args.max_keypoints is not None:
-        check_range("--max-keypoints", args.max_keypoints, 1)
-        if args.form != "colmap":
-            raise RequestError("--max-keypoints goes with --for colmap")
-    if args.threshold is not None:
-        check_range("--threshold", args.threshold, 0, 1)
     print("translating the network, which takes a minute or more", file=sys.stderr, flush=True)
     path = export(args.out, args.model, args.threshold, args.form, args.max_keypoints)
     size = f"{path.stat().st_size / 1e6:.1f} MB"

@@ -12,15 +12,7 @@ from made_pairs import batch_pairs, make_pair
 from made_scenes import TURN, write_model
 from reading import read_error
 
-from superglue_sift import (
-    Matcher,
-    RequestError,
-    errors,
-    load_model,
-    mutual_matches,
-    onnx,
-    torch_compat,
-)
+from superglue_sift import Matcher, errors, load_model, mutual_matches, onnx, torch_compat
 from superglue_sift.features.extraction import extract_features
 from superglue_sift.features.features import TYPICAL_SCORE
 from superglue_sift.interop.convert import to_lightglue
@@ -141,8 +133,8 @@ def test_inputs_of_a_large_file_are_in_pixels_of_the_reduced_image(photo):
     ("words", "name"),
     [
         ("m.pt", "m.pt"),
-        ("m.onnx --max-keypoints 100", "--max-keypoints"),
-        ("m.onnx --threshold 2", "--threshold"),
+        ("m.onnx --max-keypoints 100", "max_keypoints"),
+        ("m.onnx --threshold 2", "threshold"),
         ("m.onnx", "superglue-sift[onnx]"),
     ],
 )
@@ -151,11 +143,6 @@ def test_a_wrong_request_is_one_line(tmp_path, monkeypatch, capsys, words, name)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     assert errors.run_main(onnx.main, words.split()) == 2
     assert name in read_error(capsys)
-
-
-def test_settings_of_colmap_are_refused_without_it(tmp_path):
-    with pytest.raises(RequestError, match="max_keypoints"):
-        onnx.export(tmp_path / "m.onnx", max_keypoints=100)
 
 
 # The file for COLMAP
