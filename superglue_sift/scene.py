@@ -9,7 +9,7 @@ With `scene=True`, a pair goes through four steps (`Matcher.match`):
 3. `fit_geometry` fits a fundamental matrix to the matches of both (MAGSAC++), and measures how well
    they agree with it (`geometry.verification`). This gives the probability that both photographs
    show one place.
-4. If they do, `add_epipolar_matches` keeps all matches near their epipolar lines. Mutual nearest
+4. If they do, `select_epipolar_matches` keeps all matches near their epipolar lines. Mutual nearest
    neighbors that fail the ratio test must also be where the matches around them predict them.
 
 Positions are in pixels of the files. Limits are in pixels of the images that SIFT saw, so `factors`
@@ -140,7 +140,7 @@ def verify_pair(
     if F is None or probability < accept:
         return Matches.none(), probability
     confident = network_matches.keep_above(threshold)
-    return add_epipolar_matches(F, confident, mutual_matches, keypoints, factors), probability
+    return select_epipolar_matches(F, confident, mutual_matches, keypoints, factors), probability
 
 
 def fit_geometry(
@@ -176,14 +176,17 @@ def fit_geometry(
     return F, verification.measure_evidence(F, points, ratio_points, ratio_scores, factors)
 
 
-def add_epipolar_matches(
+def select_epipolar_matches(
     F: np.ndarray,
     network_matches: Matches,
     mutual_matches: Matches,
     keypoints: Points,
     factors: Factors,
 ) -> Matches:
-    """Keep the matches near their epipolar lines, and add those that agree with the matches around.
+    """Select the matches of both that lie near their epipolar lines.
+
+    Mutual nearest neighbors that fail the ratio test must also be where the matches around them
+    predict them.
 
     Args:
         F: (3, 3), the fundamental matrix.

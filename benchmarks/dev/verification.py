@@ -264,7 +264,7 @@ def measure_pair(matcher: Matcher, labeled_pair: LabeledPair) -> Tuple[Any, ...]
     if F is None:
         return no_geometry
     confident = network_matches.keep_above(scene.MIN_CONFIDENCE)
-    matches = scene.add_epipolar_matches(F, confident, mutual_matches, keypoints, factors)
+    matches = scene.select_epipolar_matches(F, confident, mutual_matches, keypoints, factors)
     right = measure_errors(*matches.get_points(keypoints)) < scenes.RIGHT_PX
     return (place, kind, bool(len(right) and right.mean() > 0.5), *evidence)
 

@@ -70,7 +70,7 @@ class ScoringSettings(NamedTuple):
     refine: bool = True
 
 
-def index_true_matches(pair: FeaturePair, H_0to1: np.ndarray) -> np.ndarray:
+def find_true_matches0(pair: FeaturePair, H_0to1: np.ndarray) -> np.ndarray:
     """Return the index of the true match in image 1 of each of the M keypoints of image 0, (M,).
 
     The index is negative for a keypoint without a true match. The rule is that of the training's
@@ -198,7 +198,7 @@ def score_pair(
     true_matches0 = np.full(count0, UNMATCHED)
     true_count = max(count0, 1)
     if isinstance(truth, np.ndarray):
-        true_matches0 = index_true_matches(pair, truth)
+        true_matches0 = find_true_matches0(pair, truth)
         true_count = int((true_matches0 > UNMATCHED).sum())
         if settings.bound:
             bound = Matches.from_dense(true_matches0, np.ones(count0))

@@ -84,17 +84,17 @@ def measure_evidence(
     if F is None:
         return nothing
     distances = compute_epipolar_distances(F, *points, factors)
-    maps, is_predicted = predict_by_neighbors(_keep(points, distances <= BAND_PX), factors)
+    maps, is_predicted = predict_by_neighbors(_select_points(points, distances <= BAND_PX), factors)
     # Local maps that reverse orientation show a mirror image.
     if compute_mirrored_fraction(maps) > 0.5:
         return nothing
     # Fit another geometry to the matches that disagree with this one.
-    others = _keep(points, distances > 2 * BAND_PX)
+    others = _select_points(points, distances > 2 * BAND_PX)
     other_inliers = 0
     other_F = fit_fundamental(*others, INLIER_PX, factors)[0]
     if other_F is not None:
         is_near = compute_epipolar_distances(other_F, *others, factors) <= BAND_PX
-        other_inliers = predict_by_neighbors(_keep(others, is_near), factors)[1].sum()
+        other_inliers = predict_by_neighbors(_select_points(others, is_near), factors)[1].sum()
     log_ratio = math.log((is_predicted.sum() + SMOOTHING) / (other_inliers + SMOOTHING))
     return np.array([log_ratio, _measure_support(F, ratio_points, ratio_scores, factors)])
 
@@ -160,8 +160,8 @@ def _find_neighbors(points: np.ndarray) -> np.ndarray:
     return np.asarray(KDTree(points).query(points, NEIGHBORS + 1)[1])[:, 1:]
 
 
-def _keep(points: Points, mask: np.ndarray) -> Points:
-    """Keep the matches of `mask` (K,)."""
+def _select_points(points: Points, mask: np.ndarray) -> Points:
+    """Return the positions of the matches that `mask` (K,) selects, in both images."""
     return points[0][mask], points[1][mask]
 
 

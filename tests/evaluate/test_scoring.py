@@ -44,7 +44,7 @@ def exact():
 
 def test_perfect_matches_give_perfect_metrics(exact, settings):
     labeled_pair, partner = exact
-    np.testing.assert_array_equal(scoring.index_true_matches(labeled_pair.pair, TURN), partner)
+    np.testing.assert_array_equal(scoring.find_true_matches0(labeled_pair.pair, TURN), partner)
     values = score(labeled_pair, Matches.from_dense(partner, np.ones(20)), settings)
     assert [values[name] for name in ("matches", "correct", "true_matches", "found")] == [20] * 4
     assert values["precision"] == values["recall"] == 1.0
