@@ -47,7 +47,7 @@ def read_preset(name: str) -> str:
     heading = text.partition("\n\n")[0]
     yaml = _make_yaml()
     tree = yaml.load(base.partition("\n\n")[2])
-    _change(tree, yaml.load(text))
+    _apply_changes(tree, yaml.load(text))
     return f"{heading}\n\n{_dump(yaml, tree)}"
 
 
@@ -66,11 +66,11 @@ def _dump(yaml: YAML, tree: Any) -> str:
     return stream.getvalue()
 
 
-def _change(tree: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
+def _apply_changes(tree: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
     """Replace values of `tree` by those of `changes`, at any depth."""
     for key, value in changes.items():
         if isinstance(value, Mapping) and key in tree:
-            _change(tree[key], value)
+            _apply_changes(tree[key], value)
         else:
             # A str would get the quotes of the value that it replaces, which DVC removes again.
             tree[key] = PlainScalarString(value) if type(value) is str else value

@@ -32,7 +32,7 @@ AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # Limits of the error of a pose
 WITHIN = 5  # px or degrees, the limit of the fraction of pairs with a small error
 # Metrics whose values are in the table itself
-SHARES = ("matches", "precision", "recall", "matching_score")
+TABLE_METRICS = ("matches", "precision", "recall", "matching_score")
 DIGITS = 6  # Decimals of the ends of intervals, beyond which sums of float32 are noise
 RESAMPLES = 2000
 SEED = 0
@@ -97,7 +97,7 @@ def compute_pair_values(
             for limit in limits:
                 columns[(matcher, f"auc_{limit}", *estimated)] = compute_pair_aucs(values, limit)
             columns[(matcher, f"within_{WITHIN}", *estimated)] = (values <= WITHIN).astype(float)
-        elif metric in SHARES:
+        elif metric in TABLE_METRICS:
             columns[(matcher, *key)] = values
     # The recall of a network at the precision of the ratio test needs all matches of the network.
     recall = choose_recall_metric(table)
