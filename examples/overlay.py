@@ -50,7 +50,7 @@ def main() -> None:
     print(f"{int(fit.inliers.sum())} of {len(result.matches)} matches fit one homography")
     if fit.model is None:
         raise SystemExit("error: no homography fits the matches, so there is no overlay")
-    # `photos` rotates them upright, as the coordinates of the matches are. Pillow needs RGB.
+    # `load_photos` rotates them upright, as the coordinates of the matches are. Pillow needs RGB.
     photo0, photo1 = result.load_photos()
     image0 = cv2.cvtColor(photo0.pixels, cv2.COLOR_BGR2RGB)
     image1 = cv2.cvtColor(photo1.pixels, cv2.COLOR_BGR2RGB)
