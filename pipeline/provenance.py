@@ -2,7 +2,7 @@
 
 A list of photographs stands next to the file of each model, so that nobody tests on these
 photographs by accident. Next to `best.safetensors` is `best.trained_on.txt`. It has one photograph
-a line (`fetch.dataset.ImageSet.photograph`), and includes the photographs of the initial weights.
+a line (`ImageSet.identify_photograph`), and includes the photographs of the initial weights.
 The description inside the model file has the digest of the list.
 """
 
