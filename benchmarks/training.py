@@ -22,11 +22,11 @@ from benchmarks.photographs import make_pairs
 from benchmarks.timing import Call, Setting, format_row
 from pipeline import distributed, launch, params, presets
 from pipeline.params import RunParams, TrainParams
-from pipeline.train import trainer
 from pipeline.train.build import build_objective_and_state, make_network
 from pipeline.train.data import PairBatch
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.optimizer import choose_precision, detect_abilities
+from pipeline.train.step import train_step
 from superglue_sift.environment import count_usable_cores
 from superglue_sift.network.superglue import SuperGlueConfig
 from superglue_sift.torch_compat import describe_missing_compiler
@@ -132,7 +132,7 @@ def make_training_step(
         wrapped = DataParallelObjective(_ObjectiveOfTensors(objective))
     part = make_pairs(setting.keypoints, pairs // run.accumulate).to(context.device)
     common = wrapped, state.optimizer, state.scaler, [part] * run.accumulate
-    return lambda: trainer.train_step(*common, pairs * context.world_size, context.world_size)
+    return lambda: train_step(*common, pairs * context.world_size, context.world_size)
 
 
 class DataParallelObjective(nn.DataParallel):

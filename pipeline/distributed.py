@@ -9,24 +9,21 @@ import atexit
 import contextlib
 import ctypes
 import datetime
-import errno
-import fcntl
 import gc
-import math
 import os
 import re
 import socket
 import time
-import uuid
 import warnings
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 # This import comes first, because its functions keep the group that exists when it is imported.
 import torch.distributed.nn
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
@@ -39,7 +36,6 @@ from superglue_sift import torch_compat
 START_SECONDS = 120
 TIMEOUT_SECONDS = 600  # NCCL has the same limit
 LARGEST_PORT = 65535
-LOCK = ".lock"  # The file in a folder that its writer locks
 NOTICE_SECONDS = 2  # Time for torchrun to see which rank was killed, before the other ranks end
 # One of these stands in the message of a collective when another rank is gone or hangs.
 LOST_PEER = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
@@ -54,15 +50,22 @@ class Context(NamedTuple):
         rank: its number, from 0 on.
         world_size: the number of processes.
         device: where it computes.
+        local_rank: its number among the processes of its node, from 0 on.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    local_rank: int = 0
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this rank writes on its node. In a shared folder, nodes write the same bytes."""
+        return self.local_rank == 0
 
 
 def _adopt_slurm_variables() -> None:
@@ -154,10 +157,9 @@ def join_group() -> Context:
     world_size = read_environment_number("WORLD_SIZE", 1, minimum=1)
     if rank >= world_size:
         raise RequestError(f"environment RANK={rank}: must be below WORLD_SIZE ({world_size})")
+    local_rank = read_environment_number("LOCAL_RANK", 0)
     if torch.cuda.is_available():
-        device = torch.device(
-            "cuda", read_environment_number("LOCAL_RANK", 0) % torch.cuda.device_count()
-        )
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False  # The reason is in `weights.choose_device`
     else:
@@ -189,7 +191,7 @@ def join_group() -> Context:
             world_size=world_size,
             timeout=collective_timeout,
         )
-    return Context(rank, world_size, device)
+    return Context(rank, world_size, device, local_rank)
 
 
 _left_groups: List[Any] = []  # Groups that this process has left; `_join_threads` releases them
@@ -297,59 +299,11 @@ def broadcast(item: Any, source: int = 0) -> Any:
     return items[0]
 
 
-def run_on_main(work: Callable[[], Any], is_main: bool) -> Any:
-    """Call `work()` on rank 0, and return its result on every rank. All ranks call this together.
-
-    Args:
-        work: a function whose result pickle can send between processes.
-        is_main: whether this is rank 0.
-
-    Raises:
-        RequestError: If `work` raises it. On other ranks than 0 this is SystemExit.
-    """
-    outcome: Any = None
-    if is_main:
-        try:
-            outcome = work()
-        except RequestError as error:
-            outcome = error
-    outcome = broadcast(outcome)
-    if not isinstance(outcome, RequestError):
-        return outcome
-    if is_main:
-        raise outcome
-    raise SystemExit(2)
-
-
-def elect_writer(folder: Path, context: Context) -> bool:
-    """Return whether this rank is to write into `folder`. All ranks call this together.
-
-    The first rank of those that share a folder is to write. These are rank 0, and the first rank of
-    each node that has a folder of its own under this name. To find out who shares a folder, each
-    rank creates the folder and, for a moment, a file in it.
-
-    Raises:
-        OSError: If rank 0 cannot write there.
-    """
-    token = broadcast(uuid.uuid4().hex)  # A new name, which no file system has cached as missing
-    # Each rank leaves a mark. A rank that sees the mark of a lower rank shares its folder.
-    marks = [folder / f".{token}-{rank}.rank" for rank in range(context.world_size)]
-    with contextlib.suppress(*(() if context.is_main else (OSError,))):
-        folder.mkdir(parents=True, exist_ok=True)
-        marks[context.rank].touch()
-    barrier()
-    first = next((rank for rank, mark in enumerate(marks) if mark.exists()), None)
-    barrier()
-    with contextlib.suppress(OSError):
-        marks[context.rank].unlink()
-    return first == context.rank
-
-
 @contextlib.contextmanager
-def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
+def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[None]:
     """Keep other runs out of `folder` in this context. All ranks call this together.
 
-    The system releases the lock when the process that holds it ends, however it ends.
+    Rank 0 has the lock. The system releases it when the process ends, however it ends.
 
     Args:
         folder: what to lock. It is created if it is missing.
@@ -357,83 +311,27 @@ def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
         seconds: how long to wait for the lock. A run that is started again waits until the system
             has released that of the run before, which may take time on a network folder.
 
-    Returns:
-        A context manager that gives whether this rank is to write into `folder` (`elect_writer`).
-
     Raises:
         RequestError: If another run has the lock. On other ranks than 0 this is SystemExit.
     """
-    is_writer = elect_writer(folder, context)
-    with contextlib.ExitStack() as stack:
-        holder = stack.enter_context(_lock_file(folder / LOCK, seconds)) if is_writer else None
-        holders = [name for name in all_gather(holder) if name is not None]
-        if holders and not context.is_main:
+    lock = FileLock(str(folder / ".lock"))
+    is_locked = False
+    if context.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=seconds)
+            is_locked = True
+    if not broadcast(is_locked):
+        if not context.is_main:
             raise SystemExit(2)
-        if holders:
-            raise RequestError(
-                f"{folder}: another run writes there ({holders[0]}); wait until it ends, stop it,"
-                " or name another folder"
-            )
-        yield is_writer
-
-
-@contextlib.contextmanager
-def _lock_file(path: Path, seconds: int) -> Iterator[Optional[str]]:
-    """Lock a file. Yield None, or the name of the process that has the lock already.
-
-    The lock is a POSIX lock, which belongs to this process alone. Processes that load batches do
-    not inherit it. The lock also works between the nodes of a network folder. On a file system
-    without locks, nothing is locked.
-    """
-    deadline = time.monotonic() + seconds
-    with path.open("a+", encoding="utf-8") as stream:
-        while not _try_to_lock(stream):
-            if time.monotonic() > deadline:
-                stream.seek(0)
-                yield stream.read() or "an unknown process"
-                return
-            time.sleep(0.2)
-        # Another process that cannot have the lock names this one in its message.
-        stream.truncate(0)
-        stream.write(f"process {os.getpid()} on {socket.gethostname()}")
-        stream.flush()
-        try:
-            yield None
-        finally:
-            stream.truncate(0)
-
-
-def _try_to_lock(stream: IO[str]) -> bool:
-    """Try to lock a file, and return False if another process has locked it."""
+        raise RequestError(
+            f"{folder}: another run writes there; wait until it ends, stop it, or name another"
+            " folder"
+        )
     try:
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        # Any other error says that this file system has no locks.
-        return error.errno not in (errno.EACCES, errno.EAGAIN)
-    return True
-
-
-def copy_from_main(tensors: Dict[str, Tensor]) -> float:
-    """Replace the values of tensors by those of rank 0, in place. All ranks call this together.
-
-    Args:
-        tensors: tensors by name, with the same names and shapes on every rank. Only those of
-            floating-point numbers change.
-
-    Returns:
-        The norm of this rank's change, divided by the norm of rank 0's values.
-    """
-    change = 0.0
-    size = 0.0
-    for _, tensor in sorted(tensors.items()):
-        if not (has_other_ranks() and tensor.is_floating_point()):
-            continue
-        main = tensor.detach().clone()
-        dist.broadcast(main, 0)
-        change += float((main - tensor.detach()).double().square().sum())
-        size += float(main.double().square().sum())
-        tensor.detach().copy_(main)
-    return math.sqrt(change / size) if size else 0.0
+        yield
+    finally:
+        lock.release()
 
 
 def barrier() -> None:

@@ -22,7 +22,7 @@ from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequ
 
 from superglue_sift.environment import CPU_INFO
 from superglue_sift.errors import RequestError
-from superglue_sift.files import compute_file_sha256, write_atomic
+from superglue_sift.files import compute_file_sha256, compute_json_digest, write_atomic
 
 # Packages that compute keypoints, weights and metrics, under all names by which they are installed.
 COMPUTING = (
@@ -88,31 +88,18 @@ def read_git_state(root: Optional[Path] = None) -> Dict[str, str]:
 
 
 @functools.cache
-def compute_code_digests(stage: str) -> Dict[str, str]:
-    """Return a digest of each Python file on which a stage depends, as dvc.yaml lists them.
-
-    Args:
-        stage: name of the stage.
-
-    Returns:
-        16 hexadecimal digits by the path of the file, relative to the clone.
-
-    Raises:
-        RequestError: If there is no dvc.yaml beside this code.
-    """
+def compute_code_digest(stage: str) -> str:
+    """Return 16 hexadecimal digits of the Python files on which a stage depends, by dvc.yaml."""
     from ruamel.yaml import YAML
 
     root = Path(__file__).resolve().parents[1]
-    try:
-        tree = YAML(typ="safe", pure=True).load((root / "dvc.yaml").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"{root / 'dvc.yaml'}: cannot be read: {error.strerror}") from None
+    tree = YAML(typ="safe", pure=True).load((root / "dvc.yaml").read_text(encoding="utf-8"))
     paths = [root / name for name in tree["stages"][stage]["deps"]]
     files = [path for path in paths if path.suffix == ".py"]
     files += [file for path in paths if not path.suffix for file in path.rglob("*.py")]
-    return {
-        file.relative_to(root).as_posix(): compute_file_sha256(file)[:16] for file in sorted(files)
-    }
+    return compute_json_digest(
+        {file.relative_to(root).as_posix(): compute_file_sha256(file) for file in files}
+    )
 
 
 def get_versions(packages: Sequence[str]) -> Dict[str, str]:

@@ -1,6 +1,8 @@
 """Small trainings on synthetic views, and networks whose every layer does something."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 from made_params import file_of
@@ -9,7 +11,8 @@ from made_views import made_keypoints
 from pipeline import tracking
 from pipeline.params import RunParams
 from pipeline.train import __main__ as train
-from pipeline.train import log, trainer
+from pipeline.train import log
+from pipeline.train import train as story
 from superglue_sift.files import write_atomic
 from superglue_sift.network.weights import load_model_file
 
@@ -73,16 +76,21 @@ def read_weights(path):
     return {name: tensor.numpy().tobytes() for name, tensor in load_model_file(path)[0].items()}
 
 
+def call_before_step(monkeypatch, function):
+    """Call `function(step)` before each step of a training, which needs its learning rate then."""
+    inner = story.compute_learning_rate
+
+    def compute(train, run, step, *arguments):
+        function(step)
+        return inner(train, run, step, *arguments)
+
+    monkeypatch.setattr(story, "compute_learning_rate", compute)
+
+
 def stop_after(monkeypatch, step):
-    """As if SIGTERM had come during `step`."""
-    inner = trainer.Training._step
-
-    def take_step(self, *arguments):
-        inner(self, *arguments)
-        if self.state.step == step:
-            self.stop.requested = True
-
-    monkeypatch.setattr(trainer.Training, "_step", take_step)
+    """Send SIGTERM to this process during the step that ends with this number."""
+    stop = lambda begun: os.kill(os.getpid(), signal.SIGTERM) if begun == step - 1 else None  # noqa: E731
+    call_before_step(monkeypatch, stop)
 
 
 def interrupt(arguments, monkeypatch, step=4):

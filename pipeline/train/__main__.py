@@ -32,16 +32,16 @@ import argparse
 from pathlib import Path
 from typing import Optional, Sequence, Tuple
 
-from pipeline import distributed, errors, workers
-from pipeline.train import checkpoint, trainer
+from pipeline import errors
+from pipeline.train import checkpoint, train
 from superglue_sift.files import check_writable
 
 
 def parse_request(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Params]:
-    """Parse the command line and read params.yaml.
+    """Parse the command line, read params.yaml, and check that the folders can be written.
 
     Raises:
-        RequestError: If params.yaml or the environment is wrong.
+        RequestError: If params.yaml is wrong, or if a folder cannot be written.
     """
     parser = errors.make_parser("pipeline.train", __doc__)
     parser.allow_abbrev = False
@@ -58,12 +58,15 @@ def parse_request(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, pa
     only = "print metrics of the best model (or train.init_from); no training"
     add("--validate-only", action="store_true", help=only)
     args = parser.parse_args(argv)
+    args.folders = train.Folders(args.keypoints, args.out, args.reports)
+    args.verify = "all" if args.verify else "sample"
     sections = params.load(args.params)
-    # Option --validate-only without initial weights validates the best model.
     if args.validate_only and not sections.train.init_from:
         best = str(args.out / checkpoint.BEST)
-        train = sections.train.model_copy(update={"init_from": best})
-        sections = sections.model_copy(update={"train": train})
+        section = sections.train.model_copy(update={"init_from": best})
+        sections = sections.model_copy(update={"train": section})
+    for folder in () if args.validate_only else (args.out, args.reports):
+        check_writable(folder / "metrics.json", folder)
     return args, sections
 
 
@@ -79,26 +82,20 @@ def check_request(argv: Optional[Sequence[str]], world_size: int) -> None:
             folder cannot be written.
     """
     args, sections = parse_request(argv)
-    check_folders(args)
-    trainer.check_request(args, sections, world_size)
-
-
-def check_folders(args: argparse.Namespace) -> None:
-    """Raise RequestError if a folder of the results cannot be written."""
-    if not args.validate_only:
-        for folder in (args.out, args.reports):
-            check_writable(folder / "metrics.json", folder)
+    train.check_request(sections, args.folders, args.continued, args.verify, world_size)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args, sections = parse_request(argv)
     params.require_prepared(sections)
-    check_folders(args)
-    with workers.defer_signals() as stop, distributed.process_group() as context:
-        if args.validate_only:
-            code = trainer.print_validation(args, sections, context)
-        else:
-            code = trainer.train(args, sections, context, stop)
+    if args.validate_only:
+        train.print_validation(sections, args.folders, args.verify)
+        return 0
+    with workers.defer_signals() as stop:
+        preset = params.read_preset_name(args.params)
+        code = train.train(
+            sections, args.folders, stop, args.fresh, args.continued, args.verify, preset
+        )
     # A stop that came after the last step also ends the pipeline, such as `dvc repro`.
     return errors.STOPPED if stop.requested else code
 

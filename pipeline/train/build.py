@@ -46,25 +46,6 @@ def read_initial_model(path: Path) -> Saved:
         raise RequestError(f"train.init_from: {error}") from None
 
 
-def seed_torch(number: int, deterministic: bool) -> None:
-    """Seed torch on every device, for the initial weights.
-
-    All other random numbers come from separate generators, which seed, epoch and index determine.
-
-    Args:
-        number: the seed.
-        deterministic: whether to ask torch and cuBLAS for reproducible kernels, which are slower on
-            a GPU.
-    """
-    torch.manual_seed(number)
-    if deterministic:
-        # The library cuBLAS reads this variable when it starts.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.benchmark = False
-
-
 def make_network(
     train: TrainParams,
     run: RunParams,
@@ -73,14 +54,21 @@ def make_network(
 ) -> SuperGlue:
     """Make the untrained network, on the device, with weights that `train.seed` decides.
 
+    All other random numbers come from separate generators, which seed, epoch and index determine.
+
     Args:
         train: the section `train`.
         run: the section `run`.
         context: this process among the ranks.
         store: the keypoints that the network is for. If it is None, they are SIFT keypoints.
     """
-    portable_gpu = train.precision == PORTABLE and context.device.type == "cuda"
-    seed_torch(train.seed, run.deterministic or portable_gpu)
+    torch.manual_seed(train.seed)
+    if run.deterministic or (train.precision == PORTABLE and context.device.type == "cuda"):
+        # The library cuBLAS reads this variable when it starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
     inputs: Dict[str, Any] = {}
     if store is not None:
         names = ("scale_angle", "extractor", "descriptor", "descriptor_dim")
@@ -160,14 +148,8 @@ def build_objective_and_state(
         checkpoint holds.
 
     Raises:
-        RequestError: If the layers cannot be compiled on this machine, or if nothing is left to
-            train.
+        RequestError: If nothing is left to train.
     """
-    problem = torch_compat.describe_missing_compiler(context.device.type) if run.compile else ""
-    if problem:
-        raise RequestError(
-            f"run.compile = true: {problem}; install it, or set run.compile to false"
-        )
     freeze_parameters(model, train.freeze)
     model.recompute = run.checkpoint_layers
     synchronize_batch_norms(model, distributed.sum_with_gradient)

@@ -1,9 +1,9 @@
-"""Report a training: print lines, and write the local log, curves, their picture and metrics.json.
+"""Report a training: its curves and their picture, metrics.json, and the line of progress.
 
 DVC tracks the curves, the picture and metrics.json, which are the same in every run. MLflow gets
-the curves and what depends on the machine. Rank 0 reports, and one rank writes
-into each folder of reports. The ranks exchange sums every `run.log_every` steps. Every checkpoint
-has the curves, too, so a training that is resumed continues them.
+the curves and what depends on the machine. The first rank of each node writes the files. The ranks
+exchange sums every `run.log_every` steps. Every checkpoint has the curves, too, so a training that
+is resumed continues them.
 
 Inside a training F1, precision and recall are fractions. All that this module writes and prints is
 in percent (`to_percent`).
@@ -11,7 +11,6 @@ in percent (`to_percent`).
 
 from __future__ import annotations
 
-import argparse
 import io
 import math
 import time
@@ -20,12 +19,9 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from pipeline import distributed, params, tracking
-from pipeline.errors import read_environment_number
-from pipeline.keypoints.store import KeypointStore
+from pipeline import distributed, tracking
 from pipeline.tracking import CURVES
 from pipeline.train.checkpoint import (
-    BEST,
     Info,
     Metrics,
     Saved,
@@ -34,7 +30,7 @@ from pipeline.train.checkpoint import (
     list_changed_keys,
     select_by_prefix,
 )
-from superglue_sift.files import compute_file_sha256, write_atomic, write_csv, write_json
+from superglue_sift.files import write_atomic, write_csv, write_json
 from superglue_sift.progress import Progress
 
 Rows = List[Metrics]  # The points of a curve, each with its `step`
@@ -42,7 +38,7 @@ Curves = Dict[str, Rows]  # Keys "train" and "val"
 
 METRICS = "metrics.json"
 PICTURE = "curves.svg"
-# Colours of the network, of the ratio test and of everything else
+# Colors of the network, of the ratio test and of everything else
 OURS = "#10a070"
 RATIO_TEST = "#e0524a"
 GRAY = "#888888"
@@ -118,12 +114,6 @@ def write_curves(reports: Path, curves: Curves, best_step: int) -> None:
     draw_curves(reports / PICTURE, curves, best_step)
 
 
-def hash_curve_files(reports: Path) -> Dict[str, str]:
-    """Return the SHA-256 of the file of each curve that is in the folder of reports."""
-    paths = [reports / "curves" / name for name in CURVES.values()]
-    return {path.name: compute_file_sha256(path) for path in paths if path.is_file()}
-
-
 def draw_curves(path: Path, curves: Curves, best_step: int) -> None:
     """Draw the curves into an SVG file: the losses, and F1 on the validation pairs.
 
@@ -143,7 +133,7 @@ def draw_curves(path: Path, curves: Curves, best_step: int) -> None:
         steps = [row["step"] for row in rows]
         axes.plot(steps, [row.get(name, math.nan) for row in rows], style, **options)
 
-    # These colours are readable on a light and on a dark page, and the report has the same.
+    # These colors are readable on a light and on a dark page, and the report has the same.
     color_keys = ("axes.edgecolor", "xtick.color", "ytick.color", "axes.labelcolor", "text.color")
     colors: Dict[Any, Any] = dict.fromkeys(color_keys, GRAY)
     # Letters stay text. Without a salt of the hash, the file would contain random names.
@@ -207,121 +197,57 @@ def describe_precision(reason: str, history: Sequence[Info]) -> str:
     return reason
 
 
-def _describe_validation(percent: Metrics) -> str:
+def describe_validation(metrics: Metrics) -> str:
     """Describe a validation: "F1 74.1 %, precision 80.2 %, recall 68.9 %, loss 0.581"."""
+    percent = to_percent(metrics)
     return (
         f"F1 {percent['f1']:.1f} %, precision {percent['precision']:.1f} %,"
         f" recall {percent['recall']:.1f} %, loss {percent['loss']:.3f}"
     )
 
 
-def is_first_of_node() -> bool:
-    """Return whether this is the first rank of its node, which prints for the user of this node."""
-    return read_environment_number("LOCAL_RANK", 0) == 0
-
-
-class TrainingLogger:
-    """The reports of one run. As a context manager it closes the run as FINISHED, FAILED or KILLED.
-
-    Args:
-        args: the command line.
-        sections: the sections of params.yaml.
-        context: this process among the ranks.
-        training: the name of the training.
-        precision: the precision of the network's layers.
-        pairs: number of pairs of a step, over all ranks.
-        saved: the checkpoint that the training resumes from. Without it the training starts from
-            scratch, in a new run.
-        is_writer: whether this rank writes the curves.
-    """
-
-    bar: Progress  # Set by `log_start`
+class TrainingLog:
+    """The curves of a training, and its line of progress. MLflow gets the curves, too."""
 
     def __init__(
         self,
-        args: argparse.Namespace,
-        sections: params.Params,
+        reports: Path,
+        run: tracking.Run,
+        bar: Progress,
         context: distributed.Context,
-        training: str,
-        precision: str,
         pairs: int,
-        saved: Optional[Saved],
-        is_writer: bool,
-    ) -> None:
-        self.args = args
-        self.context = context
-        self.is_writer = is_writer
-        self.pairs = pairs
-        self._validation = ""
-        # A resumed training continues its curves, the sums of their next point, and its run.
-        info = saved[1] if saved else {}
-        self.curves: Curves = unpack_curves(*saved) if saved else {}
-        # Ranks add their sums, so the others begin at 0.
-        window = info.get("log_window", {})
-        self.sums: Metrics = window if context.is_main else dict.fromkeys(window, 0.0)
-        self._restart_clock()
-        data = params.name_data(sections.fetch)
-        preset = params.read_preset_name(args.params)
-        device = context.device.type
-        # Only rank 0 has a run in MLflow.
-        self.run = tracking.open_run(
-            args.reports,
-            {**sections.model_dump(), "world_size": context.world_size},
-            tags={"device": device, "training": training, "preset": preset, "precision": precision},
-            resume=bool(info.get("step")),
-            enabled=context.is_main,
-            training=training,
-            name=" ".join(filter(None, dict.fromkeys((preset, data)))),
-        )
-        for kind, rows in self.curves.items():
-            self.run.log_points(kind, rows)
-
-    def __enter__(self) -> TrainingLogger:
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        # Without an error the run is closed already.
-        self.run.close(tracking.get_end_status(kind) if kind else "FAILED")
-
-    def log_start(
-        self,
-        state: TrainState,
-        steps: int,
-        store: KeypointStore,
-        messages: Sequence[str],
         baseline: float,
+        saved: Optional[Saved],
     ) -> None:
-        """Print the size of the network and of the data, and start the line of progress.
+        """Begin the curves, or continue those of a checkpoint.
 
         Args:
-            state: the state of the training.
-            steps: number of steps of the whole training.
-            store: the keypoints to train on.
-            messages: lines to print.
+            reports: the folder of reports.
+            run: the run in MLflow.
+            bar: the line of progress.
+            context: this process among the ranks.
+            pairs: number of pairs of a step, over all ranks.
             baseline: F1 of the ratio test on the validation pairs, a fraction.
+            saved: the checkpoint that the training resumes from, or None.
         """
-        is_main = self.context.is_main
-        if is_main:
-            weights = sum(p.numel() for p in state.model.parameters())
-            print(
-                f"training {weights / 1e6:.2f} M weights on {len(store)} images of"
-                f" {store.views_per_image} views, {self.pairs} pairs a step,"
-                f" {self.context.world_size} process(es) on {self.context.device.type}"
-            )
-            print(*messages, sep="\n")
-            self.run.set_tags({"data": store.digest})
-        elif is_first_of_node():
-            print(
-                f"rank {self.context.rank} of {self.context.world_size} trains from step"
-                f" {state.step} of {steps}; rank 0 prints the progress",
-                flush=True,
-            )
-        self.bar = Progress(
-            total=steps, initial=state.step, desc="train", unit="step", disable=not is_main
-        )
-        self._baseline = f"ratio test {to_percent({'f1': baseline})['f1']:.1f}"
-        if state.step:  # The folder may hold curves of another training
-            self.write_curves(state.best_step)
+        self.reports = reports
+        self.run = run
+        self.bar = bar
+        self.context = context
+        self.pairs = pairs
+        self.baseline = f"ratio test {100 * baseline:.1f}"
+        self.curves: Curves = unpack_curves(*saved) if saved else {}
+        for kind, rows in self.curves.items():
+            run.log_points(kind, rows)
+        # The sums of the next point. Ranks add theirs, so the others begin at 0.
+        window = saved[1]["log_window"] if saved else {}
+        self.sums: Metrics = dict(window) if context.is_main else dict.fromkeys(window, 0.0)
+        self._validation = ""
+        self._restart_clock()
+
+    def get_validated_step(self) -> int:
+        """Return the step of the last validation, or -1."""
+        return int(max((row["step"] for row in self.curves.get("val", [])), default=-1))
 
     def add_step(self, sums: Metrics, waited: float) -> None:
         """Add a step to the next point of the curves, and show it on the line of progress.
@@ -336,7 +262,7 @@ class TrainingLogger:
         self.timed_steps += 1
         # The baseline comes last in the line of progress, because a terminal cuts the end.
         loss = self.sums["loss"] / max(self.sums["pairs"], 1.0)
-        self.bar.show_text(f"loss {loss:.2f}, {self._validation}{self._baseline}")
+        self.bar.show_text(f"loss {loss:.2f}, {self._validation}{self.baseline}")
         self.bar.update(1)
 
     def log_point(self, step: int, metrics: Metrics) -> None:
@@ -358,7 +284,7 @@ class TrainingLogger:
             "data_wait": self.waited / seconds,
         }
         self.run.log_points("train", [speed])
-        self._log_point("train", step, {**{n: sums[n] / pairs for n in sorted(sums)}, **metrics})
+        self._add_point("train", step, {**{n: sums[n] / pairs for n in sorted(sums)}, **metrics})
         self._restart_clock()
         self.sums = {}
 
@@ -371,70 +297,30 @@ class TrainingLogger:
             untrained: whether the weights are not trained yet, so that they are not kept.
         """
         percent = to_percent(metrics)
-        self._log_point("val", state.step, {k: v for k, v in percent.items() if k != "pairs"})
+        self._add_point("val", state.step, {k: v for k, v in percent.items() if k != "pairs"})
         # The line of progress shows this F1 until the next validation.
         self._validation = f"F1 {percent['f1']:.1f}, "
         note = " (untrained, not kept)" if untrained else ""
-        line = f"validation at step {state.step}{note}: {_describe_validation(percent)}"
+        line = f"validation at step {state.step}{note}: {describe_validation(metrics)}"
         if state.best_metrics:
             gain = f"{percent['f1'] - to_percent(state.best_metrics)['f1']:+.1f}"
             self._validation = f"F1 {percent['f1']:.1f} ({gain}), "
             line += f", {gain} from the best before"
         if self.context.is_main:
-            self.bar.print_line(f"{line}; {self._baseline} %")
+            self.bar.print_line(f"{line}; {self.baseline} %")
         self._restart_clock()  # Validation is no training time
 
     def write_curves(self, best_step: int) -> None:
         """Write the curves so far, and their picture."""
-        if self.is_writer:
-            write_curves(self.args.reports, self.curves, best_step)
-
-    def log_stop(self, state: TrainState) -> None:
-        """Report that the run stops on request. Its checkpoint is saved already."""
-        self.write_curves(state.best_step)
-        if self.context.is_main or is_first_of_node():
-            without = " without --fresh" if self.args.fresh else ""
-            print(
-                f"stopped at step {state.step}; the same command{without} resumes there", flush=True
-            )
-        self.run.close("KILLED")
-
-    def log_finish(self, best: Info, init_from: str = "") -> None:
-        """Write metrics.json, register the model and print the metrics of its validation.
-
-        Args:
-            best: the description of the best model.
-            init_from: the file of the initial weights. If they stayed the best, a line says so.
-        """
-        if not self.context.is_main:
-            if is_first_of_node():
-                print(f"trained to step {best['train']['steps']}; rank 0 prints the metrics")
-            return
-        reports = self.args.reports
-        model = self.args.out / BEST
-        write_metrics(reports, best)
-        for name in (METRICS, PICTURE):
-            self.run.add_artifact(reports / name)
-        self.run.register_model(model, model.with_suffix(".json"), best["step"])
-        percent = to_percent(best["validation"])
-        print(
-            f"best validation at step {best['step']}: {_describe_validation(percent)}"
-            f" ({percent['pairs']:.0f} pairs)"
-        )
-        # Step 0 has the initial weights.
-        if init_from and best["step"] == 0:
-            print(
-                f"validation kept the weights of {init_from}: training on these images did not"
-                " raise their F1"
-            )
-        self.run.close()
+        if self.context.is_first_of_node:
+            write_curves(self.reports, self.curves, best_step)
 
     def _restart_clock(self) -> None:
         self.window_began = time.perf_counter()
         self.waited = 0.0
         self.timed_steps = 0
 
-    def _log_point(self, kind: str, step: int, point: Metrics) -> None:
+    def _add_point(self, kind: str, step: int, point: Metrics) -> None:
         """Add a point to a curve, which MLflow gets as well."""
         # The curves have as many digits as their files.
         row = {"step": step, **{name: float(f"{value:.6g}") for name, value in point.items()}}

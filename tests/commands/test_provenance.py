@@ -17,7 +17,8 @@ from pipeline.fetch import dataset
 from pipeline.fetch.dataset import Entry, ImageSet
 from pipeline.keypoints import store
 from pipeline.train import __main__ as train
-from pipeline.train import checkpoint, trainer
+from pipeline.train import checkpoint
+from pipeline.train import train as story
 from superglue_sift.network.weights import SHIPPED
 
 COCO = ["000000000139.jpg", "000000000285.jpg", "000000000632.jpg"]
@@ -228,8 +229,9 @@ def test_allowing_training_images_makes_another_training(training, initial_model
     for allowed in (False, True):
         args, sections = train.parse_request(training(initial_model, allow_training_images=allowed))
         context = distributed.Context(0, 1, torch.device("cpu"))
-        data = trainer.open_data(args, sections, context)
-        names.add(checkpoint.name_training(trainer.fingerprint_training(sections, data, 1)))
+        data = story.open_data(sections, args.keypoints, args.verify, context)
+        digests = data.store.digest, data.validation.digest
+        names.add(checkpoint.name_training(checkpoint.make_fingerprint(sections, *digests, 1)))
     assert len(names) == 2
 
 

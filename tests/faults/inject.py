@@ -5,7 +5,7 @@ and a place (rank, step and phase may be left out). SG_FAULT_ONCE names a folder
 leaves a mark, so that it does not strike again after a restart.
 
 Kinds: a signal to itself (kill, term, int, usr1, stop), group-term (or another) to its process
-group, oom (CUDA's out-of-memory error), full (disk full), nan (a loss that is not a number), scale
+group, full (disk full), nan (a loss that is not a number), scale
 (a weight of this rank times 1.5 after the step).
 Phases, in the order of a step: `PHASES`. `scale` has the phase `stepped`.
 """
@@ -55,8 +55,6 @@ def _is_first_time(index):
 def _strike(kind):
     if kind in ("nan", "scale"):
         return True
-    if kind == "oom":
-        raise RuntimeError("CUDA out of memory (a fault on purpose)")
     if kind == "full":
         raise OSError(errno.ENOSPC, "No space left on device (a fault on purpose)")
     # a signal to this process, or to all of its group
@@ -70,17 +68,18 @@ def install():
     """Patch this process, if SG_FAULT names faults."""
     if not os.environ.get("SG_FAULT"):
         return
-    from pipeline.train import checkpoint, data, loss, trainer
+    from pipeline.train import checkpoint, data, loss, train
 
     _wrap(data.StepBatches, "load", lambda inner, self, n: (at("load_batch", n), inner(self, n))[1])
-    _wrap(trainer.Training, "_step", _step)
+    _wrap(train, "compute_learning_rate", _begin_step)
+    _wrap(train, "train_step", _step)
     _wrap(
-        trainer.Training,
-        "_validate_and_keep_best",
-        lambda inner, self: (at("eval"), inner(self))[1],
+        loss.Validation,
+        "compute_metrics",
+        lambda inner, *arguments: (at("eval"), inner(*arguments))[1],
     )
     _wrap(loss.MatchingObjective, "forward", _forward)
-    for name in ("save", "save_and_publish_best"):
+    for name in ("save", "save_best", "publish_best"):
         _wrap(checkpoint, name, _save)
     for owner, name, phase in (
         (os, "fsync", "ckpt_fsync"),
@@ -101,14 +100,18 @@ def _wrap(owner, name, around):
     setattr(owner, name, wrapped)
 
 
-def _step(inner, self, *arguments):
-    _now["step"] = self.state.step
-    optimizer = self.state.optimizer
+def _begin_step(inner, train, run, step, *arguments):
+    _now["step"] = step
+    return inner(train, run, step, *arguments)
+
+
+def _step(inner, objective, optimizer, *arguments):
     if "step" not in vars(optimizer):
         _wrap(optimizer, "step", lambda step, *given: (at("opt_step"), step(*given))[1])
-    inner(self, *arguments)
+    results = inner(objective, optimizer, *arguments)
     if at("stepped"):
-        self.state.model.dustbin.data.mul_(1.5)
+        dict(objective.named_parameters())["module.model.dustbin"].data.mul_(1.5)
+    return results
 
 
 def _forward(inner, *arguments):

@@ -18,7 +18,7 @@ from reading import read_json
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train.data import draw_training_pairs, load_batch
 from pipeline.train.loss import MatchingObjective
-from pipeline.train.trainer import train_step
+from pipeline.train.step import train_step
 from superglue_sift import SuperGlue, SuperGlueConfig, load_model
 from superglue_sift.network.weights import find_shipped_weights, fuse_for_inference
 from superglue_sift.torch_compat import make_grad_scaler

@@ -119,7 +119,7 @@ def test_if_all_are_damaged_all_stay(tmp_path):
 
 def test_the_average_is_the_mean_of_the_weights_added():
     model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
-    state = checkpoint.TrainState(model, None, None)
+    state = checkpoint.TrainState(model, [], None)
     for value in (1.0, 2.0, 6.0):
         with torch.no_grad():
             model.dustbin.fill_(value)
@@ -128,30 +128,26 @@ def test_the_average_is_the_mean_of_the_weights_added():
     assert state.best_weights["dustbin"].item() == 3.0 and model.dustbin.item() == 6.0
 
 
-def digests_of(ranks):
-    """Return what `align_and_check_replicas` gathers. A letter stands for the state of a rank."""
-    return [{"weights": letter, "average": "same"} for letter in ranks]
-
-
 @pytest.mark.parametrize(
-    "ranks, named",
-    [("ab", "rank 1 of 2 has"), ("baa", "rank 0 of 3 has"), ("aabca", "ranks 2 and 3 of 5 have")],
+    "ranks, named", [("ab", "rank 1;"), ("baa", "rank 0;"), ("aabca", "rank 2, 3;")]
 )
 def test_the_ranks_that_differ_from_most_are_named(monkeypatch, ranks, named):
-    state = checkpoint.TrainState(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), None, None)
-    monkeypatch.setattr(checkpoint.TrainState, "compute_digests", lambda self: {})
-    monkeypatch.setattr(distributed, "all_gather", lambda item: digests_of(ranks))
-    with pytest.raises(WorkError, match=f"step 0: {named} other weights than most ranks"):
-        checkpoint.align_and_check_replicas(state, is_main=True)
+    """A letter stands for the state of a rank."""
+    state = checkpoint.TrainState(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), [], None)
+    monkeypatch.setattr(checkpoint.TrainState, "compute_sha256", lambda self: "")
+    monkeypatch.setattr(distributed, "all_gather", lambda item: [*ranks])
+    contexts = [distributed.Context(rank, len(ranks), torch.device("cpu")) for rank in (0, 1)]
+    with pytest.raises(WorkError, match=f"step 0: .*{named}"):
+        checkpoint.check_replicas(state, contexts[0])
     with pytest.raises(SystemExit, match="1"):
-        checkpoint.align_and_check_replicas(state, is_main=False)
-    monkeypatch.setattr(distributed, "all_gather", lambda item: digests_of("aaa"))
-    checkpoint.align_and_check_replicas(state, is_main=True)
+        checkpoint.check_replicas(state, contexts[1])
+    monkeypatch.setattr(distributed, "all_gather", lambda item: [*"aaa"])
+    checkpoint.check_replicas(state, contexts[0])
 
 
-def test_the_digests_of_a_state_hold_all_that_ranks_share():
+def test_the_digest_of_a_state_holds_all_that_ranks_share():
     """The smallest change of a weight, of BatchNorm's statistics, of the optimizer, of the average
-    or of a counter changes one of them.
+    or of a counter changes it.
     """
     model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, norm="batch"))
     state = checkpoint.TrainState(model, Muon(model, 0.1), make_grad_scaler(False))
@@ -168,18 +164,17 @@ def test_the_digests_of_a_state_hold_all_that_ranks_share():
     buffers = [b for b in model.buffers() if b.is_floating_point()]
     momenta = next(iter(state.optimizer.state.values()))
     changes = [
-        ("weights", lambda: nudge(model.dustbin)),
-        ("weights", lambda: nudge(buffers[-1])),
-        ("values of the optimizer", lambda: nudge(momenta["momentum_buffer"])),
-        ("averaged weights", lambda: nudge(state.average["dustbin"])),
-        ("counts of steps", lambda: setattr(state, "skipped", 1)),
+        lambda: nudge(model.dustbin),
+        lambda: nudge(buffers[-1]),
+        lambda: nudge(momenta["momentum_buffer"]),
+        lambda: nudge(state.average["dustbin"]),
+        lambda: setattr(state, "skipped", 1),
     ]
-    for name, change in changes:
-        before = state.compute_digests()
-        assert state.compute_digests() == before
+    for change in changes:
+        before = state.compute_sha256()
+        assert state.compute_sha256() == before
         change()
-        after = state.compute_digests()
-        assert [part for part in before if before[part] != after[part]] == [name]
+        assert state.compute_sha256() != before
 
 
 class Scaler:
@@ -204,7 +199,7 @@ def test_a_checkpoint_without_a_loss_scale_is_resumed_with_the_usual_one(before,
     def state_of(values):
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return checkpoint.TrainState(model, optimizer, Scaler(values))
+        return checkpoint.TrainState(model, [optimizer], Scaler(values))
 
     saved = state_of(before)
     resumed = state_of({"scale": 65536.0})

@@ -15,11 +15,12 @@ from processes import in_group
 
 from pipeline import distributed, params
 from pipeline.keypoints.store import KeypointStore
-from pipeline.train import trainer
+from pipeline.train import step as step_module
 from pipeline.train.build import build_objective_and_state, make_network
 from pipeline.train.data import PairBatch, draw_training_pairs, load_batch, split_evenly
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.optimizer import choose_precision, detect_abilities, make_optimizer
+from pipeline.train.step import compute_clipped_gradient, train_step
 from superglue_sift import torch_compat
 from superglue_sift.network import sinkhorn
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
@@ -65,7 +66,7 @@ def path_of_a_gpu(monkeypatch):
     """Take a GPU's way through the code, on a CPU."""
     monkeypatch.setattr(PairBatch, "split_by_size", lambda self: ([*range(len(self))], [self]))
     monkeypatch.setattr(sinkhorn, "_split_pairs", lambda Z: [slice(None)])
-    monkeypatch.setattr(trainer, "_list_attempts", lambda device: (False, True))
+    monkeypatch.setattr(step_module, "_list_attempts", lambda device: (False, True))
 
 
 def sections_of(keys):
@@ -89,10 +90,10 @@ def two_steps(context, folder, keys, around=None):
         batches = [load_batch(store, part, 40) for part in split_evenly(pairs, run.accumulate)]
         work = (model, state.optimizer, state.scaler, batches, train.batch, context.world_size)
         if around is None or step == 0:
-            trainer.train_step(*work)
+            train_step(*work)
         else:
             with around:
-                trainer.train_step(*work)
+                train_step(*work)
     torch.use_deterministic_algorithms(False)
     return torch.cat([p.detach().flatten() for p in state.model.parameters()]).numpy()
 
@@ -129,7 +130,7 @@ def test_two_ranks_train_in_every_way(tmp_path):
         assert np.abs(one - alone).max() < 0.05, keys  # a step of Muon or Adam moves by 0.005
 
 
-def step_on_meta(optimizer_of, scaler):
+def step_on_meta(make_optimizer_of, scaler):
     """Network, truth, loss, gradient, clipping and optimizer on `meta`: tensors of this device have
     shapes and no memory, so a read from it is an error. It takes a GPU's path through the code.
     """
@@ -137,12 +138,13 @@ def step_on_meta(optimizer_of, scaler):
     batch = label_pairs(make_pairs(*zip(counts, counts), orientations=2)).to(META)
     assert batch.images0.mask.device == META and batch.images1.descriptors.device == META
     model = SuperGlue(SuperGlueConfig(neighbours=True)).to(META).train()
-    work = (MatchingObjective(model), optimizer_of(model), scaler, [batch], 1.0, False)
+    optimizer = make_optimizer_of(model)
+    work = (MatchingObjective(model), optimizer, scaler, [batch], 1.0, False)
     # clipping works on lists of tensors on a GPU, on `meta` one by one
     lists = mock.patch("torch.nn.utils.clip_grad._has_foreach_support", return_value=True)
     with lists:
-        _, totals, _ = trainer.compute_clipped_gradient(*work)
-    work[1].step()
+        _, totals, _ = compute_clipped_gradient(*work)
+    optimizer.step()
     scaler.update()
     return totals
 
@@ -179,9 +181,11 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monke
         with torch.no_grad():  # the scores of one pair lead by more than float32 holds
             model.final_projection.weight.mul_(6)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        monkeypatch.setattr(trainer, "_list_attempts", lambda device, attempts=attempts: attempts)
+        monkeypatch.setattr(
+            step_module, "_list_attempts", lambda device, attempts=attempts: attempts
+        )
         work = (MatchingObjective(model), optimizer, make_grad_scaler(False), [batch], 3, 1)
-        steps.append(trainer.train_step(*work))
+        steps.append(train_step(*work))
         gradients.append(
             torch.cat([p.detach().flatten() for p in (*model.parameters(), *model.buffers())])
         )

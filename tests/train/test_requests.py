@@ -18,7 +18,6 @@ from superglue_sift import environment
         ({}, ["--reports", __file__], "test_requests.py: cannot be written"),
         ({"lr": 0.002, "dim": 32}, ["--continue", "run"], "train.model.dim: 16, not 32"),
         ({"steps": 5}, ["--continue", "run"], "it has 6 steps; set train.steps"),
-        ({"steps": 7, "average": 3}, ["--continue", "run"], "average = 3 needs weights"),
         ({"steps": 7}, ["--continue", "none"], "there is no checkpoint"),
     ],
 )
@@ -34,10 +33,6 @@ def test_it_is_refused_before_any_process_starts(
     words = ["pipeline.train", *request_of("run", **keys), *options]
     assert errors.run(launch.main, words) == 2
     assert said in read_error(capsys)
-
-
-def without_compiler(folder, patch):
-    patch.setattr("shutil.which", lambda name: None)
 
 
 def without_angles(folder, patch):
@@ -60,7 +55,6 @@ def unprepared(folder, patch):
     ("prepare", "keys", "options", "said"),
     [
         (None, {"freeze": ["encoder*nothing"]}, [], "train.freeze: 'encoder*nothing' fits no"),
-        (without_compiler, {"compile": True}, [], "run.compile = true: there is no C++ compiler"),
         (without_angles, {}, [], "train.model.neighbours = True"),
         (
             without_angles,

@@ -17,7 +17,7 @@ from pipeline.keypoints.store import KeypointStore
 from pipeline.train import __main__ as train
 from pipeline.train.data import draw_training_pairs, load_batch, split_evenly
 from pipeline.train.loss import MatchingObjective, Validation
-from pipeline.train.trainer import train_step
+from pipeline.train.step import train_step
 from superglue_sift.network.perceptron import synchronize_batch_norms
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import save_model_file
@@ -47,9 +47,9 @@ def one_step(context, folder, norm, shares, accumulate, seed=0):
         views = store.views_per_image
         own = draw_training_pairs(0, len(store), views, begin, begin + shares[context.rank])
         batches = [load_batch(store, part, 48) for part in split_evenly(own, accumulate)]
-        with mock.patch("pipeline.train.trainer.CLIP_NORM", UNCLIPPED):
+        with mock.patch("pipeline.train.step.CLIP_NORM", UNCLIPPED):
             _, norm, _ = train_step(
-                objective, optimizer, make_grad_scaler(False), batches, pairs, context.world_size
+                objective, [optimizer], make_grad_scaler(False), batches, pairs, context.world_size
             )
         assert 0 < norm < np.inf
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()

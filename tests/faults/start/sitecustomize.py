@@ -6,11 +6,11 @@ import importlib.machinery
 import os
 import sys
 
-TRAINER = "pipeline.train.trainer"
+TRAINER = "pipeline.train.train"
 
 
 class Finder:
-    """Finds the trainer's module, and patches the training when it has been loaded."""
+    """Finds the module of the training, and patches the training when it has been loaded."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
