@@ -199,7 +199,7 @@ def test_a_checkpoint_without_a_loss_scale_is_resumed_with_the_usual_one(before,
     def state_of(values):
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return checkpoint.TrainState(model, [optimizer], Scaler(values))
+        return checkpoint.TrainState(model, optimizer, Scaler(values))
 
     saved = state_of(before)
     resumed = state_of({"scale": 65536.0})

@@ -49,7 +49,7 @@ def one_step(context, folder, norm, shares, accumulate, seed=0):
         batches = [load_batch(store, part, 48) for part in split_evenly(own, accumulate)]
         with mock.patch("pipeline.train.step.CLIP_NORM", UNCLIPPED):
             _, norm, _ = train_step(
-                objective, [optimizer], make_grad_scaler(False), batches, pairs, context.world_size
+                objective, optimizer, make_grad_scaler(False), batches, pairs, context.world_size
             )
         assert 0 < norm < np.inf
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
