@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-# No deadline: how long an example takes on a busy machine says nothing about the code.
-settings.register_profile("steady", deadline=None)
+# No deadline: how long an example takes on a busy machine says nothing about the code. The same
+# examples in each run: a failure must not go away by running again.
+settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
 # `make test` must not reach into the makes that tests start: they would print what the outer one
@@ -68,6 +69,15 @@ def color_photo():
     from skimage import data
 
     return data.chelsea()
+
+
+@pytest.fixture(scope="session")
+def turned(photo):
+    """`photo` as seen by a camera that turned and moved, by the homography `made_scenes.TURN`."""
+    import cv2
+    from made_scenes import TURN
+
+    return cv2.warpPerspective(photo, TURN, photo.shape[::-1])
 
 
 @pytest.fixture

@@ -66,8 +66,8 @@ class FaultyServer:
             self._serve(request, fault)
 
     def _serve(self, request, cut):
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range") or "")
-        start, end = map(int, wanted.groups())
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range") or "")
+        start, end = map(int, match.groups())
         body = self.data[start : end + 1]
         place = f"bytes {start}-{start + len(body) - 1}/{len(self.data)}"
         self._headers(request, 206, len(body), place)

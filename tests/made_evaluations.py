@@ -36,13 +36,8 @@ def make_workspace(folder, photo):
 
 def run(folder, *extra, draw=False, threshold=("--threshold", "0.1")):
     """The exit code of an evaluation, without its charts, which take most of the time."""
-    named = {
-        "model": "model.safetensors",
-        "params": "params.yaml",
-        "images": "images",
-        "out": "out",
-    }
-    words = [word for name, path in named.items() for word in (f"--{name}", folder / path)]
+    words = ["--model", folder / "model.safetensors", "--params", folder / "params.yaml"]
+    words += ["--images", folder / "images", "--out", folder / "out"]
     words += ["--device", "cpu", *threshold, *extra]
     no_charts = mock.patch.object(charts, "draw_line_chart", lambda *_, **__: b"")
     with contextlib.nullcontext() if draw else no_charts:
@@ -62,14 +57,15 @@ def read_csv(path):
 
 def make_rows(pair, matcher, error, scene=None, **values):
     """The rows of one matcher on one pair, with the same error by two estimators."""
-    usual = {"keypoints0": 20, "keypoints1": 20, "matches": 10, "correct": 5, "true_matches": 8}
-    usual.update({"found": 4, "precision": 0.5, "recall": 0.5, **values})
+    metrics_of_pair = {"keypoints0": 20, "keypoints1": 20, "matches": 10, "correct": 5}
+    metrics_of_pair.update({"true_matches": 8, "found": 4, "precision": 0.5, "recall": 0.5})
+    metrics_of_pair.update(values)
     start = (pair, scene or f"photograph of {pair}", matcher)
-    rows = [(*start, "", False, metric, float(value)) for metric, value in usual.items()]
+    rows = [(*start, "", False, metric, float(value)) for metric, value in metrics_of_pair.items()]
     return rows + [(*start, name, False, "error", error) for name in ("ransac", "dlt")]
 
 
-NOTHING = np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 8
+NO_MATCHES = np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 8
 
 
 def make_results(errors_of_ours, errors_of_others, further=(), models=None, **changes):
@@ -78,25 +74,25 @@ def make_results(errors_of_ours, errors_of_others, further=(), models=None, **ch
     protocol.json says about networks.
     """
     rows = []
-    for number, (ours, other) in enumerate(zip(errors_of_ours, errors_of_others)):
-        row = []
+    for number, (ours, others) in enumerate(zip(errors_of_ours, errors_of_others)):
+        rows_of_pair = []
         for name in (*MATCHERS, *further):
-            error = ours if name == OURS else other + (name == "nn")
-            row += make_rows(str(number), name, error)
-        rows.append(row)
+            error = ours if name == OURS else others + (name == "nn")
+            rows_of_pair += make_rows(str(number), name, error)
+        rows.append(rows_of_pair)
     table = metrics.make_table(rows)
     networks = [OURS, *further]
-    scored = {name: [NOTHING] * len(rows) for name in networks}
-    values = metrics.compute_pair_values(table, scored)
-    samples = metrics.bootstrap_scenes(values, scored)
+    outcomes = {name: [NO_MATCHES] * len(rows) for name in networks}
+    values = metrics.compute_pair_values(table, outcomes)
+    samples = metrics.bootstrap_scenes(values, outcomes)
     frames = (
         metrics.summarize(values, samples),
         metrics.compare(values, samples, networks),
         pd.DataFrame(),
-        metrics.compute_calibration([NOTHING]),
-        pd.concat({OURS: metrics.compute_precision_recall_curve([NOTHING])}, names=["matcher"]),
+        metrics.compute_calibration([NO_MATCHES]),
+        pd.concat({OURS: metrics.compute_precision_recall_curve([NO_MATCHES])}, names=["matcher"]),
     )
     model = {"file": "m.safetensors", "digest": "0123456789", "step": 7}
-    known = {name: {**model, **(models or {}).get(name, {})} for name in networks}
-    given = {"protocol": {"models": known}, **changes}
-    return report.Results("made <b>", "photographs", table, values, *frames, **given)
+    models = {name: {**model, **(models or {}).get(name, {})} for name in networks}
+    fields = {"protocol": {"models": models}, **changes}
+    return report.Results("made <b>", "photographs", table, values, *frames, **fields)

@@ -37,7 +37,7 @@ def slide_along_lines(points, parts):
 
 def concatenate(*pairs):
     """The positions of several pairs, one after the other."""
-    return tuple(np.concatenate(both) for both in zip(*pairs))
+    return tuple(np.concatenate(points) for points in zip(*pairs))
 
 
 def match_range(first, last, score):

@@ -27,7 +27,7 @@ def places_shown(H, size):
 
 
 def write_model(path, about=None, **changes):
-    """An untrained network: the softmax nearest-neighbour matcher it starts as.
+    """An untrained network: the softmax nearest-neighbor matcher it starts as.
 
     about: more of its description; changes: of its configuration.
     """

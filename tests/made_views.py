@@ -25,9 +25,9 @@ def make_features(rng, xy, descriptors):
     oris[:, 0] = rng.uniform(0, 360, count)
     scores = np.sort(rng.uniform(0.01, 0.1, count))[::-1].astype(np.float32)
     noisy = descriptors + rng.normal(0, 20, descriptors.shape)
-    both = np.zeros((count, 2, 128), np.uint8)
-    both[:, 0] = np.clip(noisy, 0, 255).astype(np.uint8)
-    return Features(xy.astype(np.float32), scales, oris, scores, both, SIZE)
+    stored = np.zeros((count, 2, 128), np.uint8)
+    stored[:, 0] = np.clip(noisy, 0, 255).astype(np.uint8)
+    return Features(xy.astype(np.float32), scales, oris, scores, stored, SIZE)
 
 
 def made_image(rng, name, views, points):
@@ -38,15 +38,12 @@ def made_image(rng, name, views, points):
     features = []
     for _ in range(views):
         H = np.eye(3) + rng.normal(0, [[0.1, 0.1, 20], [0.1, 0.1, 20], [1e-4, 1e-4, 0]])
-        seen = transform(xy, H)
-        inside = np.flatnonzero(((seen >= 0) & (seen <= np.array(SIZE) - 1)).all(1))
+        moved = transform(xy, H)
+        inside = np.flatnonzero(((moved >= 0) & (moved <= np.array(SIZE) - 1)).all(1))
         inside = rng.permutation(inside)
         homographies.append(H)
-        features.append(
-            make_features(
-                rng, seen[inside] + rng.normal(0, 0.3, (len(inside), 2)), descriptors[inside]
-            )
-        )
+        noisy = moved[inside] + rng.normal(0, 0.3, (len(inside), 2))
+        features.append(make_features(rng, noisy, descriptors[inside]))
     return store.ImageViews(name, SIZE, np.stack(homographies), features)
 
 
@@ -54,10 +51,10 @@ def made_store(folder, images=5, points=40, seed=0):
     """A store of `images` synthetic images with varying numbers of points; one image has none."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    made = [
+    shard = [
         made_image(rng, f"{i:03d}", VIEWS, (points + 7 * i) if i != 1 else 0) for i in range(images)
     ]
-    row = {**store.write_shard(folder / store.name_shard(0), made), "photographs": [""] * images}
+    row = {**store.write_shard(folder / store.name_shard(0), shard), "photographs": [""] * images}
     (folder / store.INDEX).write_text(json.dumps(store.make_index([row], VIEWS)))
     return folder
 

@@ -23,16 +23,16 @@ def _work(environment, function, arguments):
 
 
 def in_group(world_size, function, *arguments):
-    """`function(context, *arguments)` on each rank; its answers in rank order, or its exception.
+    """`function(context, *arguments)` on each rank; its results in rank order, or its exception.
 
-    Answers must be plain values (numbers, lists, numpy arrays).
+    Results must be plain values (numbers, lists, numpy arrays).
     """
     group = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_free_port()}
     group["SG_TIMEOUT"] = 120  # seconds, after which a rank that hangs ends all
     with ProcessPoolExecutor(world_size, CONTEXT) as pool:
-        answers = []
+        futures = []
         for rank in range(world_size):
-            own = {**group, "RANK": rank, "LOCAL_RANK": rank}
-            environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
-            answers.append(pool.submit(_work, environment, function, arguments))
-        return [answer.result() for answer in answers]
+            variables = {**group, "RANK": rank, "LOCAL_RANK": rank}
+            environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+            futures.append(pool.submit(_work, environment, function, arguments))
+        return [future.result() for future in futures]

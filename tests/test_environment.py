@@ -69,7 +69,7 @@ def params_file(folder, precision):
         ("pipeline.evaluate", "--images", "float32 # not precision: portable"),
     ],
 )
-def test_a_portable_stage_sets_them_before_torch_numpy_and_opencv(
+def test_a_portable_stage_sets_its_variables_before_torch_numpy_and_opencv(
     tmp_path, stage, missing, precision
 ):
     """Also what a launcher gave its ranks is replaced."""

@@ -86,11 +86,3 @@ def test_a_pipe_is_written_into(tmp_path):
     reader.join(10)
     assert contents == ["new"] and pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]
-
-
-def test_a_device_is_written_into_and_its_error_names_it():
-    device = os.stat("/dev/full").st_rdev
-    with pytest.raises(OSError, match="No space left") as error:
-        files.write_atomic("/dev/full", "new")
-    assert error.value.filename == "/dev/full"
-    assert os.stat("/dev/full").st_rdev == device

@@ -34,11 +34,6 @@ def matcher(untrained):
     return untrained
 
 
-@pytest.fixture
-def turned(photo):
-    return cv2.warpPerspective(photo, TURN, (600, 400))
-
-
 def test_matches_of_pixels_are_pairs_of_keypoints_that_correspond(matcher, photo, turned):
     result = matcher.match(photo, turned)
     assert result.size0 == result.size1 == (600, 400)

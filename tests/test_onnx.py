@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from made_pairs import batch_pairs, make_pair
-from made_scenes import TURN, write_model
+from made_scenes import write_model
 from reading import read_error
 
 from superglue_sift import Matcher, errors, load_model, mutual_matches, onnx, torch_compat
@@ -81,7 +81,7 @@ def assert_same_outputs(run, run_expected, tolerance):
         outputs, expected = (list(map(np.asarray, f(*sides))) for f in (run, run_expected))
         assert [array.shape for array in outputs] == [array.shape for array in expected]
         wrong = sum((np.abs(a - b) > tolerance).sum() for a, b in zip(outputs, expected))
-        # rounding decides between two neighbours as near as each other
+        # rounding decides between two neighbors as near as each other
         assert wrong <= 0.002 * (m + n)
     assert (outputs[0] >= 0).sum() > 40
 
@@ -112,16 +112,15 @@ def test_the_file_matches_as_torch_does(tmp_path):
     assert_same_outputs(by_onnx_runtime(written), by_network(model), IN_ONNX_RUNTIME)
 
 
-def two_views(photo, keypoints, width):
-    """SIFT of a photograph and of a view of it, both `width` px wide."""
-    views = (photo, cv2.warpPerspective(photo, TURN, (600, 400)))
+def extract_pair(views, keypoints, width):
+    """SIFT of two views, enlarged or reduced to a width of `width` px."""
     size = (width, width * 2 // 3)
     return [extract_features(cv2.resize(view, size), keypoints) for view in views]
 
 
-def test_inputs_of_a_large_file_are_in_pixels_of_the_reduced_image(photo):
+def test_inputs_of_a_large_file_are_in_pixels_of_the_reduced_image(photo, turned):
     """SIFT saw a reduced image, and so did the network in training."""
-    first, second = two_views(photo, 256, 600)
+    first, second = extract_pair((photo, turned), 256, 600)
     sides = first, second.resize((3000, 2000))
     matcher = Matcher.load(device="cpu")
     model, _ = load_model(find_shipped_weights())
@@ -155,10 +154,10 @@ def by_colmaps_file(*sides, most=onnx.COLMAP_KEYPOINTS):
 
 
 @pytest.fixture(scope="module")
-def sides(photo):
+def sides(photo, turned):
     """Two large views, whose keypoints have one orientation and no response."""
     views = []
-    for view in two_views(photo, 300, 1600):
+    for view in extract_pair((photo, turned), 300, 1600):
         one_orientation = {"oris": view.oris[:, :1], "descriptors": view.descriptors[:, :1]}
         scores = np.full_like(view.scores, TYPICAL_SCORE)
         views.append(view._replace(**one_orientation, scores=scores, sift_scale=None))
@@ -177,7 +176,7 @@ def test_colmaps_file_matches_as_the_matcher(sides):
 
 
 @needs_sym_min
-def test_of_too_many_keypoints_those_with_the_best_neighbours_are_matched(sides):
+def test_of_too_many_keypoints_those_with_the_best_neighbors_are_matched(sides):
     matches, _ = by_colmaps_file(*sides, most=100)
     index0 = np.flatnonzero(matches >= 0)
     assert len(index0) > 80, "of 100 keypoints chosen for this pair most must match"
@@ -186,7 +185,7 @@ def test_of_too_many_keypoints_those_with_the_best_neighbours_are_matched(sides)
     assert np.array_equal(swapped[matches[index0]], index0)
 
 
-def test_the_rank_is_the_ratio_of_distances_and_mutual_neighbours_come_first():
+def test_the_rank_is_the_ratio_of_distances_and_mutual_neighbors_come_first():
     # unit vectors of the plane by their angles, degrees
     angles = np.radians([[0.0, 90.0, 100.0], [4.0, 50.0, 97.0]])
     units = torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], 2))

@@ -23,7 +23,8 @@ def test_square_roots_are_those_of_exact_steps():
 
 
 @pytest.mark.cu111
-def test_layer_norm_bears_mixed_precision():
+def test_layer_norm_accepts_bfloat16_and_float64():
+    torch.manual_seed(0)
     norm = torch_compat.LayerNorm(8)
     x = torch.randn(3, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -28,7 +28,7 @@ def find(gray, max_keypoints):
 
 
 @pytest.fixture
-def work(tmp_path, photo, monkeypatch):
+def work(tmp_path, photo, turned, monkeypatch):
     """A model, two views of a photograph in a folder, and files that are none, in this folder."""
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "model.safetensors", layers=2)
@@ -38,7 +38,7 @@ def work(tmp_path, photo, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "photos").mkdir()
     cv2.imwrite("a.png", photo)
-    cv2.imwrite("b.jpg", cv2.warpPerspective(photo, TURN, (600, 400)))
+    cv2.imwrite("b.jpg", turned)
     cv2.imwrite("photos/c.png", photo)
     (tmp_path / "text.avi").write_text("hello")
     (tmp_path / "three.txt").write_text("a b.png c.png\n")
@@ -156,11 +156,10 @@ def test_a_missing_package_is_named_before_any_work(
 
 
 @pytest.fixture
-def rotated(work, photo):
+def rotated(work, photo, turned):
     """Both views as files that a camera stored rotated: by orientation 6, and by 3."""
-    views = (photo, cv2.warpPerspective(photo, TURN, (600, 400)))
     os.mkdir("rotated")
-    for name, view, orientation in zip(("a", "b"), views, (6, 3)):
+    for name, view, orientation in zip(("a", "b"), (photo, turned), (6, 3)):
         exif = Image.Exif()
         exif[images.ORIENTATION] = orientation
         pixels = images.turn_upright(view, images.invert_orientation(orientation))

@@ -336,7 +336,7 @@ def test_pictures_of_matches_are_never_matched(work):
         assert len(npz_names(name)) == 6
 
 
-def test_masks_results_and_features_below_the_photographs_are_none(work):
+def test_masks_results_and_features_below_the_photographs_are_not_matched(work):
     save_masks(["cup0.png.png"])
     os.rename("masks", "photos/masks")
     Path("photos/results").mkdir()
@@ -411,18 +411,6 @@ def test_the_names_of_a_pair_fit_the_file_system(name0, name1):
 def test_long_names_that_begin_alike_are_different_pairs():
     stems = {results.make_pair_stem("a" * 200 + tail, "b" * 200) for tail in ("1", "2", "")}
     assert len(stems) == 3
-
-
-def test_photographs_with_long_names_are_matched(work, photo):
-    for letter in "ab":
-        cv2.imwrite(f"photos/{letter * 200}é.png", photo)
-    assert run("photos --out-dir results --pairing sequential --k 1 --pictures --json-files") == 0
-    (path,) = Path("results").glob("aaa*_bbb*.npz")
-    with np.load(path) as arrays:
-        assert [str(arrays["image0"]), str(arrays["image1"])] == ["a" * 200 + "é", "b" * 200 + "é"]
-    assert path.with_suffix(".jpg").exists() and path.with_suffix(".json").exists()
-    assert run("photos --out-dir results --pairing sequential --k 1") == 0
-    assert len(npz_names("results")) == 5
 
 
 def names_of(pairs):

@@ -5,7 +5,6 @@ import threading
 
 import cv2
 import pytest
-from made_scenes import TURN
 from werkzeug.serving import make_server
 
 from superglue_sift.apps import serve
@@ -51,9 +50,9 @@ def page(browser, address):
 
 
 @pytest.fixture(scope="module")
-def files(photo, tmp_path_factory):
+def files(photo, turned, tmp_path_factory):
     folder = tmp_path_factory.mktemp("views")
-    for name, view in (("a.png", photo), ("b.png", cv2.warpPerspective(photo, TURN, (600, 400)))):
+    for name, view in (("a.png", photo), ("b.png", turned)):
         cv2.imwrite(str(folder / name), view)
     (folder / "bad.png").write_bytes(b"no picture")
     return folder

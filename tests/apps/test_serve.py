@@ -12,7 +12,6 @@ from unittest import mock
 import cv2
 import numpy as np
 import pytest
-from made_scenes import TURN
 from waiting import wait_until
 
 from superglue_sift.apps import results, serve
@@ -22,9 +21,8 @@ HOME = "http://127.0.0.1:8010"
 
 
 @pytest.fixture(scope="module")
-def views(photo):
+def views(photo, turned):
     """Two views of a photograph as PNG."""
-    turned = cv2.warpPerspective(photo, TURN, photo.shape[::-1])
     return [cv2.imencode(".png", view)[1].tobytes() for view in (photo, turned)]
 
 

@@ -88,7 +88,7 @@ def means_of(rows, outcomes=()):
     }
 
 
-def test_no_pair_is_dropped_from_a_mean():
+def test_pairs_without_matches_or_an_estimate_count_in_means():
     """No match is precision 0, no estimate an infinite error; no truth asks nothing."""
     cases = [(0.5, {}), (INF, {"precision": 0.0, "recall": 0.0}), (2.0, {"recall": np.nan})]
     rows = [
@@ -101,7 +101,7 @@ def test_no_pair_is_dropped_from_a_mean():
     assert values["within_ransac_5"] == pytest.approx(2 / 3)
 
 
-def test_the_name_of_a_metric():
+def test_a_metric_is_named_by_its_estimator_and_limit():
     assert metrics.name_metric("auc_5", "ransac", True) == "auc_ransac_refined_5"
     assert metrics.name_metric("negative_matches") == "negative_matches"
 
@@ -178,7 +178,7 @@ def gain_of(results, *key):
     return results.differences.reset_index("baseline").loc[[key]].iloc[0]
 
 
-def test_paired_differences_see_what_separate_intervals_cannot():
+def test_a_paired_difference_is_significant_although_intervals_overlap():
     hard = np.random.default_rng(3).uniform(0, 9, 40)  # pairs differ much, matchers by 0.3 px
     results = make_results(hard, hard + 0.3)
     gain = gain_of(results, "auc_10", "ransac", False)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from made_params import file_of
+from made_scenes import write_model
 from made_trainings import leave_records_out
 from reading import read_json
 
@@ -24,8 +25,6 @@ from superglue_sift.features import extractors, sift
 from superglue_sift.features.features import Features
 from superglue_sift.interop.convert import to_lightglue
 from superglue_sift.matcher import Matcher
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.network.weights import encode_model_file
 
 KAZE = "superglue_sift.opencv_features:kaze"
 UPRIGHT = "features.test_extractors:upright"
@@ -108,10 +107,8 @@ def test_no_keypoint_lies_under_a_mask(photo):
 
 def write_untrained(path, name, **changes):
     dim = extractors.load_extractor(name).descriptor_dim
-    names = {"extractor": name, "descriptor": "float", "descriptor_dim": dim}
-    config = SuperGlueConfig(dim=16, layers=1, **names, **changes)
-    path.write_bytes(encode_model_file(SuperGlue(config).state_dict(), {"model": config.to_dict()}))
-    return path
+    extractor = {"extractor": name, "descriptor": "float", "descriptor_dim": dim}
+    return write_model(path, dim=16, **extractor, **changes)
 
 
 @needs_kaze

@@ -85,7 +85,7 @@ def test_positions_of_other_programs_lie_in_the_image():
 
 
 def test_resizing_keeps_the_edges_of_the_image_together():
-    """A pixel centre is at a whole number, so the left edge of an image is at -0.5."""
+    """A pixel center is at a whole number, so the left edge of an image is at -0.5."""
     features = make_features([(-0.5, -0.5), (0, 0), (59, 39), (59.5, 39.5)], scale=4.0)
     twice = features.resize((120, 80))
     corners = [(-0.5, -0.5), (0.5, 0.5), (118.5, 78.5), (119.5, 79.5)]
@@ -106,7 +106,7 @@ def test_equal_keypoints_are_refused_unless_their_angles_differ():
     assert len(make_features([(3, 3)] * 5, oris=np.arange(5.0)).keypoints) == 5
 
 
-def test_the_keypoints_of_opencv_are_taken_as_they_are(photo):
+def test_keypoints_of_opencv_with_several_orientations_are_accepted(photo):
     points, descriptors = cv2.SIFT_create().detectAndCompute(photo, None)
     columns = zip(*((point.pt, point.size, point.angle, point.response) for point in points))
     keypoints = Features.of(*map(np.array, columns), descriptors, photo.shape[::-1]).keypoints

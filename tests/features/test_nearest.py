@@ -23,7 +23,7 @@ def make_features(*descriptors, scores=0.0):
 
 
 def plain_matches(rows0, rows1, limit):
-    """Mutual nearest neighbours that pass both tests both ways, in the plainest way."""
+    """Mutual nearest neighbors that pass both tests both ways, in the plainest way."""
     distances = np.sqrt(np.maximum(2 - 2 * rows0 @ rows1.T, 0))
     matches = set()
     for i, row in enumerate(distances):
@@ -36,7 +36,7 @@ def plain_matches(rows0, rows1, limit):
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 600), st.integers(2, 40))
-def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
+def test_matches_of_the_ratio_test_are_those_of_its_definition(seed, count0, count1):
     rng = np.random.default_rng(seed)
     descriptors0 = rng.gamma(0.6, 40, (count0, 128)).clip(0, 255).astype(np.uint8)
     copies = descriptors0[rng.integers(0, count0, count1)].astype(float)

@@ -13,7 +13,7 @@ from superglue_sift.features.sift import CONTRAST, extract, rank_keypoints
 
 
 @pytest.mark.parametrize("limit", [1, 7, 200, 100_000])
-def test_those_of_highest_rank_are_kept_in_order_and_positions_are_distinct(photo, limit):
+def test_keypoints_of_highest_rank_come_first_at_distinct_positions(photo, limit):
     features = extract(photo, limit)
     everything = extract(photo, 100_000)
     count = min(limit, len(everything.keypoints))

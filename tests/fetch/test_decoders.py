@@ -130,7 +130,7 @@ def test_pillow_decodes_a_batch_that_a_decoder_refuses(images, monkeypatch, deco
 
 @pytest.mark.gpu
 @both_decoders
-def test_a_gpu_decodes_nearly_the_same(images, decoder):
+def test_pixels_of_a_gpu_differ_by_less_than_a_level(images, decoder):
     entries = images.select_entries("train")
     for entry, pixels in complete(images, decoders.read_and_decode(decoder, images, entries)):
         expected = decode_by_pillow(images, entry)
@@ -143,7 +143,7 @@ def test_a_gpu_decodes_nearly_the_same(images, decoder):
 @pytest.mark.parametrize(
     "decoder, module", [("dali", "nvidia.dali"), ("torchvision", "torchvision")]
 )
-def test_a_missing_package_is_one_line_with_the_fix(monkeypatch, decoder, module):
+def test_a_missing_package_names_the_key(monkeypatch, decoder, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(RequestError, match=r"keypoints\.decoder"):
         decoders.make_decoder(decoder)

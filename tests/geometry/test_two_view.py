@@ -45,7 +45,7 @@ def test_a_resized_image_has_its_corner_at_minus_one_half():
     np.testing.assert_allclose(two_view.transform(points, to_resized), expected)
 
 
-def test_corner_error_of_a_shift():
+def test_the_corner_error_of_a_shift_is_its_length():
     shift = np.array([[1, 0, 3.0], [0, 1, 4.0], [0, 0, 1]])
     assert two_view.compute_corner_error(shift, np.eye(3), (640, 480)) == pytest.approx(5.0)
     assert two_view.compute_corner_error(None, np.eye(3), (640, 480)) == math.inf

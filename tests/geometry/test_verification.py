@@ -51,7 +51,7 @@ def test_evidence_does_not_depend_on_the_sizes_of_the_files(factors):
     np.testing.assert_allclose(measure(large, F=F_large, factors=factors), measure(points, F=F))
 
 
-def test_where_windows_repeat_other_geometries_are_as_good():
+def test_repeated_windows_have_little_evidence():
     """Half of the matches are off by one window."""
     surface = view_surface(60)
     points0, points1 = view_surface(60, seed=1)

@@ -41,10 +41,10 @@ def run(words):
 
 
 @pytest.fixture(scope="module")
-def extracted(photo, tmp_path_factory):
+def extracted(photo, turned, tmp_path_factory):
     """COLMAP's SIFT of a photograph, of a turned view of it, and of a part of it."""
     folder = tmp_path_factory.mktemp("stored")
-    views = (photo, cv2.warpPerspective(photo, TURN, (600, 400)), photo[:300, :400])
+    views = photo, turned, photo[:300, :400]
     (folder / "photos").mkdir()
     for name, view in zip(NAMES, views):
         cv2.imwrite(str(folder / "photos" / name), view)

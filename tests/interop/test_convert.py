@@ -2,30 +2,9 @@
 
 import cv2
 import numpy as np
-import pytest
 
-from superglue_sift import Matcher
 from superglue_sift.features.features import TYPICAL_SCORE
 from superglue_sift.interop import convert
-
-
-@pytest.fixture(scope="module")
-def matcher():
-    return Matcher.load(device="cpu", max_keypoints=400)
-
-
-@pytest.fixture(scope="module")
-def pair(matcher, photo):
-    """Features of two overlapping crops of a photograph."""
-    crops = photo[:, :420], photo[:, 100:]
-    return [matcher.extract(np.ascontiguousarray(crop)) for crop in crops]
-
-
-@pytest.fixture(scope="module")
-def result(matcher, pair):
-    result = matcher.match(*pair)
-    assert len(result.matches) > 50
-    return result
 
 
 def assert_equal(result, expected):
@@ -34,7 +13,7 @@ def assert_equal(result, expected):
     np.testing.assert_array_equal(result.keypoints0, expected.keypoints0)
 
 
-def test_matches_of_opencv(result, pair, photo):
+def test_matches_become_those_of_opencv_and_back(result, pair, photo):
     matches = convert.to_dmatches(result)
     assert [(m.queryIdx, m.trainIdx) for m in matches] == [tuple(row) for row in result.matches]
     assert np.allclose([m.distance for m in matches], 1 - result.scores)
@@ -46,12 +25,12 @@ def test_matches_of_opencv(result, pair, photo):
     assert picture.shape == (400, 420 + 500, 3)
 
 
-def test_matches_of_lightglue(result, pair):
+def test_matches_become_those_of_lightglue_and_back(result, pair):
     matches = convert.to_lightglue_matches(result)
     assert_equal(convert.from_lightglue_matches(matches, *pair), result)
 
 
-def test_features_of_lightglue(result, pair, matcher):
+def test_features_become_those_of_lightglue_and_back(result, pair, matcher):
     converted = [convert.from_lightglue(convert.to_lightglue(features)) for features in pair]
     for features, expected in zip(converted, pair):
         values, expected = convert.to_lightglue(features), convert.to_lightglue(expected)

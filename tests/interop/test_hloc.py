@@ -13,19 +13,6 @@ from superglue_sift.interop import convert, hloc
 h5py = pytest.importorskip("h5py")
 
 
-@pytest.fixture(scope="module")
-def pair(photo):
-    """Features of two overlapping crops of a photograph."""
-    matcher = Matcher.load(device="cpu", max_keypoints=400)
-    crops = photo[:, :420], photo[:, 100:]
-    return [matcher.extract(np.ascontiguousarray(crop)) for crop in crops]
-
-
-@pytest.fixture(scope="module")
-def result(pair):
-    return Matcher.load(device="cpu").match(*pair)
-
-
 class BaseModel:
     """hloc's, by its documented interface: the real one is not on the package index."""
 

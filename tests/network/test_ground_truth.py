@@ -46,7 +46,7 @@ CASES = {
     # (41, 50) lands 4 px from a keypoint, but outside. That keypoint, seen from its side, is
     # ignored.
     "outside": ([(41, 50), (5, 5)], [(97, 50), (65, 5)], SHIFT, [UNMATCHED, 1], [IGNORED, 1]),
-    # A view ends half a pixel beyond its last pixel centre, at 99 px: a keypoint that lands
+    # A view ends half a pixel beyond its last pixel center, at 99 px: a keypoint that lands
     # at 99.4 px, and 4 px from another one, is in it; at 99.6 px it is not. So it is at the left.
     "edges": (
         [(39.4, 10), (39.6, 30)],

@@ -139,7 +139,7 @@ def test_losses_and_gradients_do_not_depend_on_size_classes_or_padding(monkeypat
         objective.fixed_size = fixed
         total, values = objective(batch, wait=fixed is None)
         results.append([*values.values(), *gradient_of(total, list(model.parameters()))])
-    # the network is in float64, but compares descriptors of neighbours in float32
+    # the network is in float64, but compares descriptors of neighbors in float32
     limit = rounding(20, roundings_of(config))
     for result in results[1:]:
         for a, b in zip(results[0], result):
@@ -147,7 +147,7 @@ def test_losses_and_gradients_do_not_depend_on_size_classes_or_padding(monkeypat
             assert torch.allclose(a.double(), b.double(), atol=limit * scale)
 
 
-def test_known_features_of_neighbours():
+def test_known_features_of_neighbors():
     """Descriptors are directions of the plane: 0 and 90 degrees against 10, 60 and 80, and 0
     against 60.
     """
@@ -158,19 +158,19 @@ def test_known_features_of_neighbours():
     descriptors = torch.stack([angles.cos(), angles.sin()], 1)
     features = superglue.compute_neighbor_features(descriptors, geometry, images)
     chord10, chord30, chord60 = (2 * math.sin(math.radians(angle) / 2) for angle in (10, 30, 60))
-    # distance, ratio to the second, mutual, and the position of the neighbour, here its index
+    # distance, ratio to the second, mutual, and the position of the neighbor, here its index
     expected = [
         [chord10, chord10 / chord60, 1.0, 2.0],
         [chord10, chord10 / chord30, 1.0, 4.0],
-        [1.0, 1.0, 1.0, 6.0],  # one descriptor alone has no distinctive neighbour
+        [1.0, 1.0, 1.0, 6.0],  # one descriptor alone has no distinctive neighbor
     ]
     expected = torch.tensor(expected, dtype=torch.float64)
     assert torch.allclose(features[[0, 1, 5], :4], expected, atol=1e-12)
     assert features[2:5, 2:4].tolist() == [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
 
 
-def test_positions_are_from_the_centre_of_the_image_in_halves_of_its_longer_side():
-    """Pixel centres are at whole numbers: the centre of 320 x 240 px is at (159.5, 119.5)."""
+def test_positions_are_from_the_center_of_the_image_in_halves_of_its_longer_side():
+    """Pixel centers are at whole numbers: the center of 320 x 240 px is at (159.5, 119.5)."""
     ones = torch.ones(2)
     positions = torch.tensor([[159.5, 119.5], [319.5, -0.5]])
     size = torch.tensor([[320.0, 240.0]] * 2)
@@ -183,7 +183,7 @@ def test_positions_are_from_the_centre_of_the_image_in_halves_of_its_longer_side
     assert torch.equal(superglue.encode_geometry(keypoints, False), geometry[:, :3])
 
 
-def test_a_neighbour_is_described_by_its_scale_and_its_turn():
+def test_a_neighbor_is_described_by_its_scale_and_its_turn():
     """From a scale of 2 px and 30 degrees to one of 8 px and 100 degrees, and back."""
     rows = [[math.log(2.0), 30.0], [math.log(8.0), 100.0]]
     scales, angles = torch.tensor(rows, dtype=torch.float64).T
@@ -199,7 +199,7 @@ def test_a_neighbour_is_described_by_its_scale_and_its_turn():
     assert torch.allclose(features[:, 5:], torch.tensor(expected).double(), atol=1e-6)
 
 
-def test_padding_is_no_neighbour():
+def test_padding_is_no_neighbor():
     """The only keypoint of each image is opposite to the other. Padding has the descriptor 0, which
     is nearer.
     """
@@ -207,12 +207,12 @@ def test_padding_is_no_neighbour():
     geometry = torch.arange(4.0)[:, None].expand(-1, 6)
     images = Images([make_masks([1], 2)] * 2, [True] * 2)
     features = superglue.compute_neighbor_features(descriptors, geometry, images)
-    # distance, ratio to the second (there is none), mutual, and the index of the neighbour
+    # distance, ratio to the second (there is none), mutual, and the index of the neighbor
     assert features[0, :4].tolist() == [2.0, 1.0, 1.0, 2.0]
     assert features[2, :4].tolist() == [2.0, 1.0, 1.0, 0.0]
 
 
-def test_an_untrained_network_is_a_nearest_neighbour_matcher():
+def test_an_untrained_network_is_a_nearest_neighbor_matcher():
     rng = np.random.default_rng(1)
     features = make_features(rng, 30)
     order = rng.permutation(30)

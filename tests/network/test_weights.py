@@ -55,7 +55,7 @@ def test_without_a_file_the_shipped_weights_are_loaded(monkeypatch, tmp_path, ph
         shutil.rmtree(place / "pretrained")
 
 
-def test_an_error_of_torch_does_not_blame_the_file(tmp_path, monkeypatch):
+def test_an_error_of_torch_is_no_error_of_the_file(tmp_path, monkeypatch):
     def without_numpy(array):
         raise RuntimeError("Numpy is not available")
 
