@@ -4,7 +4,6 @@ right.
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -143,12 +142,3 @@ def test_a_wrong_request_is_named_and_changes_nothing(
     assert use(*arguments) == 2
     assert name in read_error(capsys)
     assert read_files(tmp_path) == before
-
-
-def test_make_passes_on_a_folder_whose_name_has_quotes():
-    folder = 'Ana\'s "best" photos'
-    lock = 'LOCKED=sh -c \'printf "%s\\n" "$$@"; exit 3\' sh'
-    words = ["make", "-o", ".venv/.set-up", "repro", f"IMAGES={folder}", lock]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    words = ["python", "-m", "pipeline.presets", "use", "--images", folder]
-    assert done.stdout.splitlines() == words, done.stderr
