@@ -165,7 +165,15 @@ def sides(photo, turned):
 
 
 @needs_sym_min
-def test_colmaps_file_matches_as_the_matcher(sides):
+@pytest.mark.parametrize("is_portrait", [False, True])
+def test_colmaps_file_matches_as_the_matcher(sides, is_portrait):
+    if is_portrait:
+        sides = [
+            side._replace(
+                keypoints=side.keypoints[:, ::-1].copy(), image_size=side.image_size[::-1]
+            )
+            for side in sides
+        ]
     matches, scores = by_colmaps_file(*sides)
     expected = Matcher.load(device="cpu", threshold=0.2).match(*sides)
     assert len(expected.matches) > 80

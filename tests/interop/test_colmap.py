@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
-from made_matches import make_track_pair
+from made_matches import make_track_pair, view_surface
 from made_pairs import features_at
 from made_scenes import TURN
 from PIL.TiffImagePlugin import IFDRational
@@ -17,6 +17,7 @@ from reading import read_error
 
 from superglue_sift import Features, RequestError, errors
 from superglue_sift.apps import cli
+from superglue_sift.apps.store import PhotoFile
 from superglue_sift.features import sift
 from superglue_sift.features.descriptors import to_root_sift
 from superglue_sift.features.nearest import match_by_ratio
@@ -276,6 +277,20 @@ def test_two_photographs_with_one_logo_have_no_geometry(photo, tmp_path, monkeyp
         assert not content.exists_two_view_geometry(*ids)
 
 
+class StoreWithoutPixels:
+    """The features of photographs whose results are refined already."""
+
+    matcher = SimpleNamespace(refine_batch=lambda items: (item[0] for item in items))
+
+    def __init__(self, features):
+        self.features = features
+
+    def __call__(self, photo):
+        return self.features[photo]
+
+    read_with_pixels = __call__
+
+
 def test_keypoints_of_photographs_of_different_sizes_are_refined_alike():
     """Limits are multiplied in files of more than 1,600 px."""
     factors = (1, 3)
@@ -290,18 +305,33 @@ def test_keypoints_of_photographs_of_different_sizes_are_refined_alike():
         deviations=deviations,
     )
 
-    class Store:
-        """Features without pixels: the result is refined already."""
-
-        matcher = SimpleNamespace(refine_batch=lambda items: (item[0] for item in items))
-
-        def __call__(self, photo):
-            return features_at(keypoints[photo], sizes[photo])
-
-        read_with_pixels = __call__
-
+    features = {image: features_at(keypoints[image], sizes[image]) for image in (0, 1)}
     pairs = [(0, 1, result)]
-    positions = colmap.refine_keypoints(dict(enumerate(keypoints)), pairs, Store())
+    store = StoreWithoutPixels(features)
+    positions = colmap.refine_keypoints(dict(enumerate(keypoints)), pairs, store)
     pair = 0, 1, matches, refined1, deviations
     for xy, expected in zip(positions.values(), refine_tracks(keypoints, [pair], factors)):
         np.testing.assert_array_equal(xy, expected)
+
+
+def test_limits_of_the_verified_matches_grow_with_the_file(tmp_path):
+    """A match is 1.5 px off its line in a file of three times 1,600 px, and so within 0.8 px."""
+    points0, points1 = view_surface(100)
+    points1 *= 3
+    points1[::10, 1] += 1.5
+    keypoints = points0.astype(np.float32), points1.astype(np.float32)
+    sizes = (1600, 1200), (4800, 3600)
+    photos = [PhotoFile(name, tmp_path / f"{name}.png") for name in "ab"]
+    for photo, size in zip(photos, sizes):
+        PIL.Image.new("L", size).save(photo.path)
+    features = dict(zip(photos, map(features_at, keypoints, sizes)))
+    matches = Matches(np.stack([np.arange(100)] * 2, 1), np.ones(100, np.float32))
+    result = MatchResult(*keypoints, matches, *sizes, pair_score=0.9)
+    store = StoreWithoutPixels(features)
+    with colmap.create_database(
+        tmp_path / "x.db", tmp_path, photos, store, refine=True
+    ) as add_pair:
+        add_pair(*photos, result)
+    with open_database(tmp_path / "x.db") as content:
+        ids = [content.read_image_with_name(f"{name}.png").image_id for name in "ab"]
+        assert len(content.read_matches(*ids)) == 100
