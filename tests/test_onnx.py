@@ -165,12 +165,14 @@ def sides(photo, turned):
 
 
 @needs_sym_min
-@pytest.mark.parametrize("is_portrait", [False, True])
-def test_colmaps_file_matches_as_the_matcher(sides, is_portrait):
-    if is_portrait:
+@pytest.mark.parametrize("is_large_portrait", [False, True])
+def test_colmaps_file_matches_as_the_matcher(sides, is_large_portrait):
+    if is_large_portrait:
         sides = [
             side._replace(
-                keypoints=side.keypoints[:, ::-1].copy(), image_size=side.image_size[::-1]
+                keypoints=4 * side.keypoints[:, ::-1],
+                scales=4 * side.scales,
+                image_size=(4 * side.image_size[1], 4 * side.image_size[0]),
             )
             for side in sides
         ]

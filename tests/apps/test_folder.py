@@ -19,6 +19,7 @@ from reading import read_error, read_files, read_json
 
 from superglue_sift import Matcher, RequestError, errors, match_folder
 from superglue_sift.apps import cli, pairing, results
+from superglue_sift.apps.store import FeatureStore, PhotoFile
 from superglue_sift.features import images, photo_folder
 
 
@@ -151,6 +152,12 @@ def rotate(name):
     cv2.imwrite(name, np.ascontiguousarray(np.rot90(cv2.imread(name), 2)))
 
 
+def swap(name0, name1):
+    data = Path(name0).read_bytes()
+    Path(name0).write_bytes(Path(name1).read_bytes())
+    Path(name1).write_bytes(data)
+
+
 def cut(name):
     Path(name).write_bytes(Path(name).read_bytes()[:100])
 
@@ -164,6 +171,7 @@ CHANGES = {
     "model": (2, "", lambda: write_model("model.safetensors", layers=2)),
     "scene": (2, "--scene", None),
     "photograph": (2, "", lambda: rotate("photos/cup1.png")),
+    "swapped": (2, "", lambda: swap("photos/cup0.png", "photos/cup1.png")),
     "mask": (2, "--masks masks", write_masks),
     "cut": (1, "", lambda: cut(RESULT)),
     "foreign": (1, "", lambda: np.savez(RESULT, matches=np.zeros((0, 2)))),
@@ -183,6 +191,17 @@ def test_results_that_do_not_fit_are_made_again_with_all_their_files(work, caplo
     assert {name: data for name, data in files[0].items() if "features" not in name} == {
         name: data for name, data in files[1].items() if "features" not in name
     }
+
+
+def test_a_photograph_has_another_digest_with_another_mask(work):
+    matcher = Matcher.load("model.safetensors", device="cpu")
+    photo_file = PhotoFile("cup1", work / "photos/cup1.png")
+    digests = set()
+    for write in (lambda: None, write_masks, lambda: rotate("masks/cup1.png.png")):
+        write()
+        store = FeatureStore(matcher, work / "features", work / "masks", work / "photos")
+        digests.add(store.digest(photo_file))
+    assert len(digests) == 3
 
 
 def test_an_accepted_pair_is_judged_again_by_another_limit(work):

@@ -60,6 +60,25 @@ def test_a_match_near_its_partner_counts_for_precision_and_not_for_recall(settin
     assert values["precision"] == pytest.approx(2 / 3) and values["recall"] == 1 / 4
 
 
+def test_of_two_keypoints_near_one_only_the_nearer_has_a_true_match(settings):
+    points0 = [[10.0, 10], [11.5, 10], [60, 10]]
+    labeled_pair = make_labeled_pair(points0, [[10.0, 10], [60, 10]], np.eye(3))
+    values = score(labeled_pair, Matches.from_dense(np.array([0, -1, 1]), np.ones(3)), settings)
+    assert values["true_matches"] == 2 and values["recall"] == 1.0
+
+
+def test_the_error_of_a_homography_is_that_of_the_corners_of_image_0(settings):
+    """Image 1 is twice as large. Matches are enlarged by 2, and the truth is 2.02."""
+    points = np.random.default_rng(0).uniform(0, [319, 239], (20, 2))
+    features = features_at(points, SIZE), features_at(2 * points, (640, 480))
+    truth = np.diag([2.02, 2.02, 1])
+    labeled_pair = LabeledPair(ImagePair("p", 0, 1, truth), "s", 0, features, features)
+    matches = Matches(np.stack([np.arange(20)] * 2, 1), np.ones(20))
+    lengths = [0, 319, math.hypot(319, 239), 239]
+    error = score(labeled_pair, matches, settings)["dlt"]
+    assert error == pytest.approx(0.02 * np.mean(lengths), rel=1e-3)
+
+
 def find_correct(labeled_pair, count):
     """Whether the match of each keypoint with the one of its number is correct."""
     matches = Matches(np.stack([np.arange(count)] * 2, axis=1), np.ones(count))
