@@ -25,7 +25,6 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export DVC_NO_ANALYTICS := true
 export DO_NOT_TRACK := true
 export MLFLOW_DISABLE_TELEMETRY := true
-export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
 
 INSTALL := uv pip install --python $(VENV)
 # One writer, also beside a container on the same folder: DVC knows the processes of its own container only.

@@ -55,6 +55,7 @@ ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "ERROR",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # Seven processes for language models
 }
 # Without this word, MLflow opens its page for language models.
 WORKFLOW = "machine_learning"
