@@ -243,7 +243,7 @@ def export(
     """Write a trained model as ONNX, opset 18, in one .onnx file. This takes a minute or more.
 
     Args:
-        path: the file, which must end in `.onnx`.
+        path: the file.
         model: a model file. If None, it is that of the shipped weights.
         threshold: minimum probability of a match, which the file's metadata contain. If None, it is
             COLMAP_THRESHOLD for COLMAP, and otherwise the model's own or 0.2.
@@ -255,8 +255,6 @@ def export(
             or if the file cannot be written.
     """
     path = Path(path)
-    if path.suffix != ".onnx":
-        raise RequestError(f"{path}: must end in .onnx")
     if max_keypoints is not None:
         check_range("max_keypoints", max_keypoints, 1)
         if form != "colmap":

@@ -131,7 +131,6 @@ def test_inputs_of_a_large_file_are_in_pixels_of_the_reduced_image(photo, turned
 @pytest.mark.parametrize(
     ("words", "name"),
     [
-        ("m.pt", "m.pt"),
         ("m.onnx --max-keypoints 100", "max_keypoints"),
         ("m.onnx --threshold 2", "threshold"),
         ("m.onnx", "superglue-sift[onnx]"),
