@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -120,3 +121,20 @@ def test_a_start_that_cannot_succeed_names_the_variable(monkeypatch, variables, 
             monkeypatch.setenv(variable, value)
         with pytest.raises(error, match=name), distributed.process_group():
             pass
+
+
+def can_lock(folder):
+    """Return whether a run of one process gets the lock of a folder."""
+    try:
+        with distributed.lock_folder(folder, distributed.Context(0, 1, torch.device("cpu")), 0):
+            return True
+    except RequestError:
+        return False
+
+
+def test_one_of_two_processes_has_the_lock_of_a_folder(tmp_path):
+    with ProcessPoolExecutor(1, CONTEXT) as pool:
+        with distributed.lock_folder(tmp_path, distributed.Context(0, 1, torch.device("cpu")), 0):
+            assert not pool.submit(can_lock, tmp_path).result()
+            assert pool.submit(can_lock, tmp_path / "other").result()
+        assert pool.submit(can_lock, tmp_path).result()

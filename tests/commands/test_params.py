@@ -142,7 +142,9 @@ def test_a_key_of_run_that_decides_the_weights_is_a_dependency(tree, key, norm):
     changed = sections.run.model_copy(update={key: others[type(value)]()})
     assert changed != sections.run
     before, after = (
-        checkpoint.make_fingerprint(sections.train, run, "data", "validation", 2)
+        checkpoint.make_fingerprint(
+            sections.model_copy(update={"run": run}), "data", "validation", 2
+        )
         for run in (sections.run, changed)
     )
     stages = read_yaml(ROOT / "dvc.yaml")["stages"]

@@ -5,9 +5,10 @@ is used.
 import numpy as np
 import pytest
 import torch
+from made_params import file_of
 from reading import read_json
 
-from pipeline import distributed
+from pipeline import distributed, params
 from pipeline.errors import RequestError, WorkError
 from pipeline.train import checkpoint
 from pipeline.train.optimizer import Muon
@@ -206,3 +207,19 @@ def test_a_checkpoint_without_a_loss_scale_is_resumed_with_the_usual_one(before,
     resumed.restore(saved.collect_tensors(), saved.collect_info())
     assert resumed.scaler.values == {"scale": after}
     assert torch.equal(resumed.model.dustbin, saved.model.dustbin)
+
+
+@pytest.mark.parametrize("key, value", [("lr_scaling", "sqrt"), ("batch_per_rank", 4)])
+def test_what_scales_a_step_with_the_processes_makes_another_training(key, value):
+    """Otherwise a training would be resumed with another learning rate, or with other pairs.
+
+    The number of processes alone changes nothing but rounding.
+    """
+
+    def name(world_size, **keys):
+        tree = params.parse(file_of({"run": keys}), "params.yaml")
+        fingerprint = checkpoint.make_fingerprint(tree, "data", "validation", world_size)
+        return checkpoint.name_training(fingerprint)
+
+    assert name(1) == name(2)
+    assert len({name(1), name(1, **{key: value}), name(2, **{key: value})}) == 3
