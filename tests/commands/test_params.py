@@ -169,6 +169,8 @@ def test_keys_that_evaluate_views_lacks_are_those_of_views(tree, blur):
     views = default.views.model_copy(update={"photometric": photometric})
     evaluate = params.parse(tree, "params.yaml").evaluate
     assert evaluate == default.model_copy(update={"views": views})
+    stages = read_yaml(ROOT / "dvc.yaml")["stages"]
+    assert {"evaluate", "views"} <= {*stages["evaluate"]["params"]}
 
 
 def test_every_key_that_the_docs_name_exists():
