@@ -73,12 +73,12 @@ def rendezvous():
 def wait(processes):
     """Wait for all; their exit codes (negative: the signal). AssertionError if one hangs."""
     deadline = time.monotonic() + HANG_SECONDS
-    for each in processes:
-        each.join(max(deadline - time.monotonic(), 0))
-    codes = [each.exitcode for each in processes]
-    for each in processes:
-        each.kill()
-        each.join()
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
     assert None not in codes
     return codes
 
@@ -101,8 +101,8 @@ def until_done(folder, arguments, ranks, fault="", **environment):
 def digest(checkpoints):
     """SHA-256 over all tensors of the newest checkpoint and of the best model."""
     newest = max(checkpoints.glob("*/step-*.safetensors"), key=lambda path: path.name)
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for file in (newest, checkpoints / "best.safetensors"):
         for name, tensor in sorted(load_model_file(file)[0].items()):
-            found.update(name.encode() + tensor.numpy().tobytes())
-    return found.hexdigest()
+            sha256.update(name.encode() + tensor.numpy().tobytes())
+    return sha256.hexdigest()

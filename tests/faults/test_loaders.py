@@ -27,7 +27,7 @@ class Slow(data.StepBatches):
 
 
 @pytest.mark.parametrize("number", workers.STOP_SIGNALS)
-def test_they_leave_signals_to_the_training(tmp_path, make_params, monkeypatch, number):
+def test_processes_that_make_batches_ignore_signals(tmp_path, make_params, monkeypatch, number):
     monkeypatch.setenv("SG_LOADER_PROCESSES", "2")
     store = KeypointStore(made_store(tmp_path))
     source = batches_of(store, make_params).prefetch(range(20))
@@ -46,7 +46,7 @@ def train_and_die(out, make_params, folder):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_they_end_with_a_training_that_is_killed(tmp_path, make_params):
+def test_processes_that_make_batches_end_with_a_killed_training(tmp_path, make_params):
     context = multiprocessing.get_context("fork")
     out = context.SimpleQueue()
     arguments = (out, make_params, made_store(tmp_path))

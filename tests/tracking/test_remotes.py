@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 def run(clone, command, **environment):
     """Output of a command in a clone that has an MLflow store of its own. It must not fail."""
-    own = {
+    variables = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "MLFLOW_TRACKING_URI": f"sqlite:///{clone}.db",
         "NPROC_PER_NODE": "1",
@@ -29,7 +29,7 @@ def run(clone, command, **environment):
     done = subprocess.run(
         shlex.split(command),
         cwd=clone,
-        env={**os.environ, **own, **environment},
+        env={**os.environ, **variables, **environment},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -38,8 +38,8 @@ def run(clone, command, **environment):
     return done.stdout
 
 
-def stages_run(said):
-    return [name for name in STAGES if f"Running stage '{name}'" in said]
+def list_stages_run(output):
+    return [name for name in STAGES if f"Running stage '{name}'" in output]
 
 
 @pytest.fixture(scope="module")
@@ -52,38 +52,37 @@ def first(tmp_path_factory):
     subprocess.run(copy, shell=True, cwd=ROOT)  # a file that git lists may be deleted
     run(clone, "git init -q")
     run(clone, "python -m pipeline.presets use ci")
-    assert stages_run(run(clone, "dvc repro")) == STAGES
+    assert list_stages_run(run(clone, "dvc repro")) == STAGES
     run(clone, "git add -A")
-    who = "-c user.name=tests -c user.email=tests@example.org -c commit.gpgsign=false"
-    run(clone, f"git {who} commit -q -m 'preset ci, and what it gives'")
+    settings = "-c user.name=tests -c user.email=tests@example.org -c commit.gpgsign=false"
+    run(clone, f"git {settings} commit -q -m 'preset ci, and what it gives'")
     return clone
 
 
 def test_two_clones_at_different_places_end_with_the_same_bytes(first, tmp_path):
-    other = tmp_path / "another name"
-    run(first, f"git clone -q . {shlex.quote(str(other))}")
+    second = tmp_path / "another name"
+    run(first, f"git clone -q . {shlex.quote(str(second))}")
     environment = {"TZ": "Asia/Tokyo", "LANG": "C", "DVC_EXP_NAME": "named-otherwise"}
-    said = run(other, "dvc repro --no-run-cache", **environment)
-    assert stages_run(said) == STAGES  # nothing was at hand: every byte was computed again
-    assert run(other, "git status --porcelain") == ""
+    output = run(second, "dvc repro --no-run-cache", **environment)
+    assert list_stages_run(output) == STAGES  # every byte was computed again
+    assert run(second, "git status --porcelain") == ""
 
 
 def test_another_clone_pulls_what_was_pushed_and_has_nothing_to_run(first, tmp_path):
-    other = tmp_path / "other"
-    run(first, f"git clone -q . {shlex.quote(str(other))}")
-    for clone in (first, other):
+    second = tmp_path / "second"
+    run(first, f"git clone -q . {shlex.quote(str(second))}")
+    for clone in (first, second):
         run(clone, f"dvc remote add --local -d store {shlex.quote(str(tmp_path / 'store'))}")
     run(first, "dvc push --run-cache")
-    run(other, "dvc pull --run-cache")
-    assert (other / "models/superglue.safetensors").is_file()
-    assert stages_run(run(other, "dvc repro")) == []
-    assert run(other, "git status --porcelain") == ""
+    run(second, "dvc pull --run-cache")
+    assert (second / "models/superglue.safetensors").is_file()
+    assert list_stages_run(run(second, "dvc repro")) == []
+    assert run(second, "git status --porcelain") == ""
 
     # An export that this clone's lock does not know: another clone has run it already.
-    lock = read_yaml(other / "dvc.lock")
+    lock = read_yaml(second / "dvc.lock")
     del lock["stages"]["export"]
-    with open(other / "dvc.lock", "w", encoding="utf-8") as file:
+    with open(second / "dvc.lock", "w", encoding="utf-8") as file:
         YAML(typ="safe", pure=True).dump(lock, file)
-    said = run(other, "dvc repro")
-    assert stages_run(said) == [] and "Stage 'export' is cached - skipping run" in said
-    assert read_yaml(other / "dvc.lock") == read_yaml(first / "dvc.lock")
+    assert list_stages_run(run(second, "dvc repro")) == []
+    assert read_yaml(second / "dvc.lock") == read_yaml(first / "dvc.lock")

@@ -1,5 +1,6 @@
 """Order, batches, and who loads them: what is trained on when, exactly, whoever asks."""
 
+import itertools
 import multiprocessing
 import os
 import threading
@@ -58,7 +59,7 @@ class TestOrder:
 
     @settings(max_examples=30)
     @given(positions=st.lists(st.integers(0, 200), max_size=20))
-    def test_position_alone_decides(self, positions):
+    def test_a_pair_depends_on_its_position_alone(self, positions):
         whole = draw_training_pairs(3, 17, 4, 0, 201)
         assert [draw_training_pairs(3, 17, 4, p, p + 1)[0] for p in positions] == [
             whole[p] for p in positions
@@ -66,7 +67,7 @@ class TestOrder:
 
     @settings(max_examples=50)
     @given(count=st.integers(0, 50), world_size=st.integers(1, 9))
-    def test_shares_are_even_and_whole(self, count, world_size):
+    def test_shares_of_ranks_are_even_and_complete(self, count, world_size):
         items = list(range(count))
         shares = [items[slice_for_rank(count, rank, world_size)] for rank in range(world_size)]
         assert [item for share in shares for item in share] == items
@@ -95,10 +96,10 @@ class TestOrder:
 
     def test_every_second_validation_pair_is_shown_as_it_is_stored(self, store):
         pairs = draw_validation_pairs(0, len(store), store.views_per_image, 10)
-        alone = [pair for pair in pairs if pair.seed == NO_AUGMENTATION]
-        assert len(alone) == 5
-        changed = load_batch(store, alone, 1000, Augmentation(negatives=1.0, rotation_deg=180))
-        assert equal(changed, load_batch(store, alone, 1000))
+        stored = [pair for pair in pairs if pair.seed == NO_AUGMENTATION]
+        assert len(stored) == 5
+        batch = load_batch(store, stored, 1000, Augmentation(negatives=1.0, rotation_deg=180))
+        assert equal(batch, load_batch(store, stored, 1000))
 
 
 class TestLoader:
@@ -214,12 +215,12 @@ class TestAugmentation:
         assert torch.equal(*same) and 30 < same[0].sum() < 90
         # the other pairs, and everything else, stay
         whole = load_batch(store, pairs, 20)
-        images, others = batch.images0, whole.images0
-        assert torch.equal(images.scores[~same[0]], others.scores[~same[0]])
+        images, expected = batch.images0, whole.images0
+        assert torch.equal(images.scores[~same[0]], expected.scores[~same[0]])
         for name in ("keypoints", "scales", "oris", "descriptors"):
-            assert torch.equal(getattr(images, name), getattr(others, name))
+            assert torch.equal(getattr(images, name), getattr(expected, name))
 
-    def test_a_mosaic_by_hand(self):
+    def test_a_mosaic_of_known_keypoints(self):
         """Two times smaller: positions about the outer edge, scales halved, small keypoints gone,
         ordered by score times scale.
         """
@@ -251,9 +252,9 @@ class TestAugmentation:
         ).all()
 
 
-def equal(one, other):
+def equal(batch, expected_batch):
     batches = [
-        [*batch.images0, *batch.images1, batch.H_0to1, batch.cells] for batch in (one, other)
+        [*part.images0, *part.images1, part.H_0to1, part.cells] for part in (batch, expected_batch)
     ]
     return all(
         torch.equal(value, expected) if isinstance(value, torch.Tensor) else value == expected
@@ -262,14 +263,12 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])
-def test_a_thread_or_processes_load_each_step_in_its_turn(
-    store, make_params, monkeypatch, processes
-):
+def test_a_thread_or_processes_load_the_steps_in_order(store, make_params, monkeypatch, processes):
     monkeypatch.setenv("SG_LOADER_PROCESSES", processes)
     source = batches_of(store, make_params, accumulate=2)
     steps = list(source.prefetch(range(5)))
-    for step, made in enumerate(steps):
-        assert len(made) == 2 and all(map(equal, made, source.load(step)))
+    for step, batches in enumerate(steps):
+        assert len(batches) == 2 and all(map(equal, batches, source.load(step)))
     assert len(steps) == 5 and not multiprocessing.active_children()
 
 
@@ -296,14 +295,14 @@ def test_all_pairs_of_a_step_have_the_same_numbers_of_keypoints(tmp_path, make_p
         batches_of(store, make_params, keys, Context(rank, 2, torch.device("cpu")))
         for rank in (0, 1)
     ]
-    seen = set()
+    counts_of_steps = set()
     for step in range(6):
         parts = [source.load(step)[0] for source in sources]
         # image 001 of the store has no keypoints
-        numbers = [
+        counts = [
             {*torch.cat([count_keypoints(images) for images in sides]).tolist()} - {0}
             for sides in zip(*((part.images0, part.images1) for part in parts))
         ]
-        assert all(len(number) == 1 for number in numbers)
-        seen.add(tuple(number.pop() for number in numbers))
-    assert len(seen) > 4 and len({counts for pair in seen for counts in pair}) > 4
+        assert all(len(side) == 1 for side in counts)
+        counts_of_steps.add(tuple(side.pop() for side in counts))
+    assert len(counts_of_steps) > 4 and len({*itertools.chain(*counts_of_steps)}) > 4

