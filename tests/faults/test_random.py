@@ -40,15 +40,15 @@ SMALL = {
 class Stage(NamedTuple):
     """A command on small inputs; names of files are shell patterns below its folder, in one text.
 
-    made: files whose bytes are promised; kept: those of them that are not made again once they are
-    there.
+    outputs: files whose bytes are promised; reused: those of them that are not made again once
+    they are there.
     """
 
     main: Callable[..., int]
     words: str
     needs: str
-    made: str
-    kept: str = ""
+    outputs: str
+    reused: str = ""
     ranks: int = 1
     loaders: str = "0"
 
@@ -91,11 +91,11 @@ STAGES = [
     ),
     Stage(
         cli.main,
-        f"folder photos --out-dir found --model {BEST} --device cpu --max-keypoints 64"
+        f"folder photos --out-dir results --model {BEST} --device cpu --max-keypoints 64"
         " --resize 160",
         "photos checkpoints",
-        "found/*_matches.npz",
-        "found/*_matches.npz",
+        "results/*_matches.npz",
+        "results/*_matches.npz",
     ),
 ]
 
@@ -117,11 +117,11 @@ class Base:
         write_params(base / "params.json", **SMALL)
         for number, stage in enumerate(STAGES):
             # the first three make what the others need
-            place = base if number < 3 else self.make_folder(stage)
-            began = time.monotonic()
-            assert not any(wait(self.start(stage, place))), self.log.read_text()
-            self.seconds[stage] = time.monotonic() - began
-            self.expected[stage] = files(place, stage.made)
+            stage_folder = base if number < 3 else self.make_folder(stage)
+            begin = time.monotonic()
+            assert not any(wait(self.start(stage, stage_folder))), self.log.read_text()
+            self.seconds[stage] = time.monotonic() - begin
+            self.expected[stage] = read_outputs(stage_folder, stage.outputs)
 
     def start(self, stage, folder):
         words = stage.words.split()
@@ -139,15 +139,15 @@ class Base:
         return folder
 
 
-def family(pid):
+def list_family(pid):
     """A process and all below it."""
     with contextlib.suppress(psutil.Error):
-        own = psutil.Process(pid)
-        return [own, *own.children(recursive=True)]
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
     return []
 
 
-def files(folder, patterns):
+def read_outputs(folder, patterns):
     """Bytes of files by path below the folder."""
     paths = (path for pattern in patterns.split() for path in folder.glob(pattern))
     return {path.relative_to(folder): path.read_bytes() for path in paths}
@@ -165,36 +165,37 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(COUNT))
-def test_a_stage_that_gets_a_signal_ends_with_the_same_bytes(base, number):
-    draw = random.Random(number)
+@pytest.mark.parametrize("seed", range(COUNT))
+def test_a_stage_that_gets_a_signal_ends_with_the_same_bytes(base, seed):
+    draw = random.Random(seed)
     stage = draw.choice(STAGES)
-    sent = draw.choice([signal.SIGKILL, draw.choice(STOP_SIGNALS)])
+    number = draw.choice([signal.SIGKILL, draw.choice(STOP_SIGNALS)])
     folder = base.make_folder(stage)
     base.log.write_text("")
     processes = base.start(stage, folder)
     time.sleep(draw.random() * base.seconds[stage])
-    there = [child for each in processes if each.is_alive() for child in family(each.pid)]
+    ranks = [process for process in processes if process.is_alive()]
+    running = [child for rank in ranks for child in list_family(rank.pid)]
     in_steps = "pairs a step" in base.log.read_text()
-    if sent == signal.SIGKILL:
-        victims = draw.sample(there, min(len(there), 1))
+    if number == signal.SIGKILL:
+        victims = draw.sample(running, min(len(running), 1))
     else:  # to one rank, or to all processes, those that were started last first
-        victims = draw.choice((there[:1], there[::-1]))
-    for each in victims:
+        victims = draw.choice((running[:1], running[::-1]))
+    for process in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.send_signal(sent)
+            process.send_signal(number)
     codes = wait(processes)
-    assert not psutil.wait_procs(there, 60)[1], "a process outlives its parent"
-    if sent != signal.SIGKILL:
+    assert not psutil.wait_procs(running, 60)[1], "a process outlives its parent"
+    if number != signal.SIGKILL:
         assert "Traceback" not in base.log.read_text()
         if in_steps and any(codes):
             assert set(codes) <= {0, 143} and list(folder.glob("checkpoints/*/step-*.safetensors"))
     # what is right must not be computed again
     expected = base.expected[stage]
-    right = files(folder, stage.kept).items() & expected.items()
-    kept = [folder / name for name, _ in right if is_finished(folder / name)]
-    written = [path.stat().st_mtime_ns for path in kept]
+    right = read_outputs(folder, stage.reused).items() & expected.items()
+    finished = [folder / name for name, _ in right if is_finished(folder / name)]
+    times = [path.stat().st_mtime_ns for path in finished]
     starts = (wait(base.start(stage, folder)) for _ in range(STARTS))
     assert any(not any(codes) for codes in starts), base.log.read_text()
-    assert files(folder, stage.made) == expected
-    assert [path.stat().st_mtime_ns for path in kept] == written
+    assert read_outputs(folder, stage.outputs) == expected
+    assert [path.stat().st_mtime_ns for path in finished] == times
