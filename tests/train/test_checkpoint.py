@@ -1,5 +1,5 @@
-"""Checkpoint files: what is written comes back, what is damaged is recognised, the newest whole one
-is used.
+"""Checkpoint files: they are read as they were written, damage is detected, the newest whole one is
+used.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def are_same(tensors):
     return len(tensors) == len(TENSORS) and all(equal)
 
 
-def test_round_trip(tmp_path):
+def test_a_file_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "m.safetensors"
     save_model_file(path, TENSORS, {"step": 7, "model": {"dim": 128}})
     tensors, info = load_model_file(path)
@@ -44,7 +44,7 @@ def test_round_trip(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.json", "m.safetensors"]
 
 
-def test_every_flip_and_every_cut_is_recognised(tmp_path):
+def test_every_flipped_bit_and_every_cut_is_detected(tmp_path):
     path = tmp_path / "m.safetensors"
     save_model_file(path, TENSORS, {"step": 7})
     whole = path.read_bytes()

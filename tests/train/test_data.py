@@ -106,7 +106,8 @@ class TestLoader:
     def test_homography_maps_points_of_view_0_to_view_1(self, store):
         # synthetic, with a noise of 0.3 px in each view; a wrong direction or order of products
         # gives tens of pixels
-        assert np.median(misses(load_batch(store, [Sample(3, 0, 2, 5)], 1000))) < 1.0
+        distances = measure_distances(load_batch(store, [Sample(3, 0, 2, 5)], 1000))
+        assert np.median(distances) < 1.0
 
     def test_an_error_surfaces_at_its_step_and_closing_ends_the_thread(self):
         def make(step):
@@ -114,11 +115,11 @@ class TestLoader:
                 raise OSError("the disk went away")
             return step
 
-        seen = []
+        steps = []
         with pytest.raises(OSError, match="went away"):
-            for item in prefetch(make, range(5)):
-                seen.append(item)  # noqa: PERF402, what came before the error counts
-        assert seen == [0, 1]
+            for step in prefetch(make, range(5)):
+                steps.append(step)  # noqa: PERF402, what came before the error counts
+        assert steps == [0, 1]
         before = threading.active_count()
         endless = prefetch(lambda step: step, range(10**6))
         assert next(endless) == 0
@@ -126,7 +127,7 @@ class TestLoader:
         assert threading.active_count() == before
 
 
-def misses(batch):
+def measure_distances(batch):
     """Of the first pair: how far each keypoint of view 0, mapped to view 1, is from the nearest one
     there, px.
     """
@@ -143,8 +144,8 @@ class TestAugmentation:
         plain = find_truth(load_batch(store, samples, 1000))
         turned = load_batch(store, samples, 1000, Augmentation(rotation_deg=180))
         truth = find_truth(turned)
-        matched = plain.matches0 >= 0
-        assert torch.equal(truth.matches0[matched], plain.matches0[matched])
+        is_matched = plain.matches0 >= 0
+        assert torch.equal(truth.matches0[is_matched], plain.matches0[is_matched])
 
     def test_pairs_of_different_images_have_no_match(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(8)]
@@ -155,14 +156,13 @@ class TestAugmentation:
             assert all((row[:count] == UNMATCHED).all() for row, count in zip(matches, counts))
         assert len({descriptors.tobytes() for descriptors in batch.images1.descriptors.numpy()}) > 1
 
-    def test_the_seed_of_the_sample_decides_and_nothing_else(self, store):
+    def test_the_augmentation_of_a_pair_depends_on_its_seed_alone(self, store):
         augmentation = Augmentation(
             keypoint_drop=0.5, rotation_deg=180.0, negatives=0.3, min_keypoints=10, zoom=1.0
         )
-        one = Sample(3, 0, 1, 5)
-        other = Sample(4, 2, 1, 6)
-        alone = load_batch(store, [one], 30, augmentation)
-        together = load_batch(store, [other, one], 30, augmentation)
+        sample = Sample(3, 0, 1, 5)
+        alone = load_batch(store, [sample], 30, augmentation)
+        together = load_batch(store, [Sample(4, 2, 1, 6), sample], 30, augmentation)
         count = int(count_keypoints(alone.images0)[0])
         assert int(count_keypoints(together.images0)[1]) == count
         for name in FIELDS:
@@ -172,7 +172,7 @@ class TestAugmentation:
 
     def test_truth_of_a_zoomed_pair_joins_keypoints_of_one_photograph(self, tmp_path):
         store = KeypointStore(made_store(tmp_path / "dense", points=400))
-        own = {
+        descriptors_of_3 = {
             bytes(descriptor)
             for view in range(3)
             for descriptor in store.read_view(3, view).features.descriptors[:, 0]
@@ -184,10 +184,12 @@ class TestAugmentation:
             descriptors = images.descriptors[:, :, 0]
             rows, columns = (matches >= 0).nonzero().T
             assert len(rows) > 200
-            assert all(bytes(each) in own for each in descriptors[rows, columns].numpy())
-            foreign = [bytes(each) not in own for each in descriptors.flatten(0, 1).numpy()]
-            # Padding, others
-            assert set(matches.flatten()[torch.tensor(foreign)].tolist()) == {IGNORED, UNMATCHED}
+            assert {*map(bytes, descriptors[rows, columns].numpy())} <= descriptors_of_3
+            is_foreign = torch.tensor(
+                [bytes(row) not in descriptors_of_3 for row in descriptors.flatten(0, 1).numpy()]
+            )
+            # Padding, keypoints of other photographs
+            assert set(matches.flatten()[is_foreign].tolist()) == {IGNORED, UNMATCHED}
 
     def test_both_views_of_a_zoomed_negative_pair_show_different_photographs(self, store):
         """Otherwise keypoints that match would count as unmatched."""

