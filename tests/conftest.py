@@ -107,7 +107,7 @@ def make_params():
     its steps. Keys of `nest` may stand in `train`. A nested section is changed key by key:
     `make_params("keypoints", views={"homography": {"scale_min": 0.8}})`.
     """
-    from made_params import file_of, nest
+    from made_params import make_tree, nest
 
     from pipeline import params
 
@@ -119,8 +119,8 @@ def make_params():
         return merged
 
     def make(section, **changes):
-        sample = file_of({})
-        tree = file_of({section: sample[section]})
+        sample = make_tree({})
+        tree = make_tree({section: sample[section]})
         if section == "train":
             changes = {"init_from": "", "precision": "float32", **changes}
             warmup = min(tree[section]["warmup_steps"], changes.get("steps", 10**9))

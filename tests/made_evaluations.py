@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pandas as pd
-from made_params import text_of
+from made_params import format_tree
 from made_scenes import write_image_set, write_model
 from reading import read_json
 
@@ -22,7 +22,7 @@ VIEWS = {
     "photometric": {**PHOTOMETRIC, "jpeg": 0.2},
 }
 SECTION = {"width": 160, "height": 120, "pairs_per_image": 3, "max_keypoints": 100}
-PARAMS = text_of({"views": VIEWS, "evaluate": SECTION})
+PARAMS = format_tree({"views": VIEWS, "evaluate": SECTION})
 
 
 def make_workspace(folder, photo):

@@ -15,7 +15,7 @@ SIZE = (320, 240)
 RAGGED = ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))  # numbers of keypoints
 
 
-def rounding(largest, roundings, dtype=torch.float32):
+def bound_rounding(largest, roundings, dtype=torch.float32):
     """A bound on the error of values up to `largest` after so many independent roundings.
 
     Each is off by up to half a unit, of deviation u / sqrt(3); the bound is six deviations of their
@@ -25,7 +25,7 @@ def rounding(largest, roundings, dtype=torch.float32):
     return 6 * unit * largest * math.sqrt(roundings / 3)
 
 
-def roundings_of(config):
+def count_roundings(config):
     """How many roundings a score of a network has: one for each term of four products a layer."""
     return 2 * config.layers * 4 * config.dim
 
@@ -43,7 +43,7 @@ def make_features(rng, count, orientations=1):
     return Features(*geometry, oris, scores.astype(np.float32), descriptors, SIZE)
 
 
-def features_at(points, size=SIZE):
+def make_features_at(points, size=SIZE):
     """Keypoints of one scale at these positions (n, 2), with descriptors of zeros."""
     count = len(points)
     zeros = np.zeros(count, np.float32)
@@ -75,7 +75,7 @@ def label_pairs(pairs, H=None):
     return PairBatch(*batch_pairs(pairs), torch.from_numpy(H_0to1), cells)
 
 
-def scrambled(config):
+def make_scrambled(config):
     """A network whose every layer does something (an untrained one starts as the identity)."""
     torch.manual_seed(0)
     model = SuperGlue(config)

@@ -16,7 +16,7 @@ from superglue_sift.network.config import Architecture
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def keys_of(section, name):
+def list_keys(section, name):
     """Each key of a section that a file may hold: {"views.homography.tilt_deg": its field, ...}."""
     keys = {}
     for key, field in section.model_fields.items():
@@ -25,7 +25,7 @@ def keys_of(section, name):
             continue
         keys[full] = field
         if hasattr(field.annotation, "model_fields"):
-            keys.update(keys_of(field.annotation, full))
+            keys.update(list_keys(field.annotation, full))
         if dataclasses.is_dataclass(field.annotation):
             inner = dataclasses.fields(field.annotation)
             keys.update({f"{full}.{entry.name}": Field(entry.default) for entry in inner})
@@ -33,7 +33,7 @@ def keys_of(section, name):
 
 
 @functools.lru_cache(maxsize=1)
-def sample():
+def read_sample():
     return read_yaml(ROOT / "presets/sample.yaml")
 
 
@@ -49,14 +49,14 @@ def nest(train):
     return section
 
 
-def file_of(sections):
+def make_tree(sections):
     """The tree of a whole file: the sample preset with these sections in place of its own.
 
     The views stand in one place. Keys of `run`, and those of `nest`, may stand in `train`.
     """
-    tree = copy.deepcopy(sample())
+    tree = copy.deepcopy(read_sample())
     tree.update({name: dict(values) for name, values in sections.items()})
-    tree["run"] = {**sample()["run"], **tree["run"]}
+    tree["run"] = {**read_sample()["run"], **tree["run"]}
     tree["train"] = nest(tree["train"])
     for name in set(tree["train"]) & set(RunParams.model_fields):
         tree["run"][name] = tree["train"].pop(name)
@@ -69,8 +69,8 @@ def file_of(sections):
     return tree
 
 
-def text_of(sections):
-    """`file_of` as the text of a file."""
+def format_tree(sections):
+    """`make_tree` as the text of a file."""
     stream = io.StringIO()
-    YAML(typ="safe", pure=True).dump(file_of(sections), stream)
+    YAML(typ="safe", pure=True).dump(make_tree(sections), stream)
     return stream.getvalue()

@@ -19,7 +19,7 @@ MILD = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
 TURN = np.array([[0.92, -0.26, 70], [0.26, 0.92, -40], [1e-4, -5e-5, 1]])
 
 
-def places_shown(H, size):
+def map_to_photograph(H, size):
     """(2, height, width): x and y, in the photograph, of each pixel of a view."""
     x, y = np.meshgrid(*map(np.arange, size))
     places = transform(np.stack([x, y], -1).reshape(-1, 2).astype(float), np.linalg.inv(H))
@@ -74,7 +74,7 @@ def write_image_set(folder, images, split, broken=()):
 CAMERA = np.array([[500.0, 0, 320], [0, 500, 240], [0, 0, 1]])
 
 
-def line(name0, name1, K0=CAMERA, pose=None):
+def format_pair(name0, name1, K0=CAMERA, pose=None):
     """A line of a list of pairs with known cameras, as the authors of SuperGlue write it."""
     pose = np.eye(4) if pose is None else pose
     values = [*np.ravel(K0), *np.ravel(CAMERA), *np.ravel(pose)]

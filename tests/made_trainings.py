@@ -5,8 +5,8 @@ import os
 import signal
 from pathlib import Path
 
-from made_params import file_of
-from made_views import made_keypoints
+from made_params import make_tree
+from made_views import make_stores
 
 from pipeline import tracking
 from pipeline.params import RunParams
@@ -32,11 +32,11 @@ SMALL = {
 }
 
 
-def request_maker(folder, make_params):
+def make_request_function(folder, make_params):
     """`request(out, **keys)`: arguments of pipeline.train on views in `folder`, with these keys of
     the sections `train` and `run`.
     """
-    keypoints = made_keypoints(folder / "keypoints")
+    keypoints = make_stores(folder / "keypoints")
 
     def make(out, **keys):
         keys = {**SMALL, **keys}
@@ -44,7 +44,7 @@ def request_maker(folder, make_params):
         run = {name: keys.pop(name) for name in set(keys) & set(RunParams.model_fields)}
         values = make_params("train", **keys).model_dump()
         file = folder / f"{out}.yaml"
-        file.write_text(json.dumps(file_of({"train": values, "run": run})))  # JSON is YAML
+        file.write_text(json.dumps(make_tree({"train": values, "run": run})))  # JSON is YAML
         words = ["--keypoints", keypoints, "--out", folder / out]
         words += ["--reports", folder / f"{out}-reports", "--params", file]
         return [*map(str, words)]
@@ -60,13 +60,13 @@ def leave_records_out(patch):
     patch.setattr(log, "draw_curves", lambda path, *_: write_atomic(path, ""))
 
 
-def home(out):
+def find_training(out):
     """The folder of the only training in `out`."""
     (folder,) = (path for path in out.iterdir() if path.is_dir())
     return folder
 
 
-def newest(out):
+def find_newest_checkpoint(out):
     """The newest checkpoint of all trainings in `out`."""
     return max(out.rglob("step-*.safetensors"), key=lambda path: path.name)
 
@@ -98,4 +98,4 @@ def interrupt(arguments, monkeypatch, step=4):
     with monkeypatch.context() as patch:
         stop_after(patch, step)
         assert train.main(arguments) == 143
-    return read_weights(newest(Path(arguments[arguments.index("--out") + 1])))
+    return read_weights(find_newest_checkpoint(Path(arguments[arguments.index("--out") + 1])))

@@ -30,7 +30,7 @@ def make_features(rng, xy, descriptors):
     return Features(xy.astype(np.float32), scales, oris, scores, stored, SIZE)
 
 
-def made_image(rng, name, views, points):
+def make_image(rng, name, views, points):
     """One image: `points` points, of which each view sees those inside it, in another order."""
     xy = rng.uniform(0, 1, (points, 2)) * SIZE
     descriptors = rng.integers(0, 160, (points, 128))
@@ -47,26 +47,26 @@ def made_image(rng, name, views, points):
     return store.ImageViews(name, SIZE, np.stack(homographies), features)
 
 
-def made_store(folder, images=5, points=40, seed=0):
+def make_store(folder, images=5, points=40, seed=0):
     """A store of `images` synthetic images with varying numbers of points; one image has none."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     shard = [
-        made_image(rng, f"{i:03d}", VIEWS, (points + 7 * i) if i != 1 else 0) for i in range(images)
+        make_image(rng, f"{i:03d}", VIEWS, (points + 7 * i) if i != 1 else 0) for i in range(images)
     ]
     row = {**store.write_shard(folder / store.name_shard(0), shard), "photographs": [""] * images}
     (folder / store.INDEX).write_text(json.dumps(store.make_index([row], VIEWS)))
     return folder
 
 
-def made_keypoints(folder):
+def make_stores(folder):
     """What the stage keypoints leaves behind: a train and a val store."""
-    made_store(folder / "train")
-    made_store(folder / "val", images=3, seed=1)
+    make_store(folder / "train")
+    make_store(folder / "val", images=3, seed=1)
     return folder
 
 
-def batches_of(store, make_params, keys=None, context=None, **run):
+def make_step_batches(store, make_params, keys=None, context=None, **run):
     """The batches of a training of 8 pairs a step on `store`."""
     train = make_params("train", **(keys or {"max_keypoints": 30}))
     context = context or Context(0, 1, torch.device("cpu"))

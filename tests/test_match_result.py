@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from made_matches import match_range
-from made_pairs import features_at
+from made_pairs import make_features_at
 from made_scenes import MILD
 
 from superglue_sift import Matcher, RequestError, drawing
@@ -59,7 +59,7 @@ def test_refinement_in_a_reduced_image_is_in_pixels_of_the_file(photo):
     gray0 = photo[:, :-2]
     gray1 = (0.6 * gray0 + 0.4 * photo[:, 1:-1]).round().astype(np.uint8)
     height, width = gray0.shape
-    features = features_at(np.argwhere(np.ones((9, 6))) * 50.0 + 70.0, (width, height))
+    features = make_features_at(np.argwhere(np.ones((9, 6))) * 50.0 + 70.0, (width, height))
     enlarged = features.resize((5 * width // 2, 5 * height // 2))
     small, large = (
         MatchResult.of(view, view, match_range(0, 54, 1.0)).refine(
@@ -204,7 +204,7 @@ def test_a_wallpaper_supports_no_plane():
 def test_selected_matches_keep_their_refined_positions():
     image = np.random.default_rng(0).integers(0, 256, (240, 320)).astype(np.uint8)
     points = np.random.default_rng(1).uniform(30, 200, (50, 2))
-    features = features_at(points)._replace(gray=image)
+    features = make_features_at(points)._replace(gray=image)
     scores = np.linspace(0, 0.98, 50).astype(np.float32)
     matches = Matches(match_range(0, 50, 1.0).indices, scores)
     result = MatchResult.of(features, features, matches)
@@ -241,7 +241,7 @@ def test_a_picture_of_features_without_pixels_needs_the_image(untrained, photo):
 
 def test_a_result_of_stored_and_upright_features_is_of_stored_pixels():
     """In either order: the pixels of an image without EXIF rotation are both."""
-    upright = features_at([[1, 2]], SIZE)
+    upright = make_features_at([[1, 2]], SIZE)
     stored = upright._replace(frame=STORED)
     for pair in ((upright, stored), (stored, upright), (stored, stored)):
         assert MatchResult.of(*pair, Matches.none()).frame == STORED

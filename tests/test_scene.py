@@ -15,7 +15,7 @@ from made_matches import (
     slide_along_lines,
     view_surface,
 )
-from made_pairs import features_at
+from made_pairs import make_features_at
 
 from benchmarks.dev import scenes as benchmark
 from superglue_sift import Matcher, errors, scene
@@ -28,7 +28,7 @@ SIZE = (640, 480)
 
 def verify(points, network_matches, mutual_matches, accept=0.5, factors=(1.0, 1.0)):
     pair = [
-        features_at(factor * xy, (int(factor * SIZE[0]), int(factor * SIZE[1])))
+        make_features_at(factor * xy, (int(factor * SIZE[0]), int(factor * SIZE[1])))
         for factor, xy in zip(factors, points)
     ]
     return scene.verify_pair(pair, network_matches, mutual_matches, factors, 0.28, accept)
@@ -72,7 +72,7 @@ def test_limits_are_multiplied_in_larger_files(factors):
     assert len(different) <= 4 < 100 < len(matches) < 200  # at the limit, by rounding
     assert large_score == pytest.approx(score, abs=0.01)
     # Limits that are not multiplied are too strict.
-    pair = [features_at(factor * xy, SIZE) for factor, xy in zip(factors, points)]
+    pair = [make_features_at(factor * xy, SIZE) for factor, xy in zip(factors, points)]
     few, _ = scene.verify_pair(pair, *pair_matches, (1.0, 1.0), 0.28, 0.5)
     assert len(few) < len(matches)
 

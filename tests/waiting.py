@@ -13,7 +13,7 @@ def wait_until(true, seconds=120):
         time.sleep(0.02)
 
 
-def ended(pid):
+def has_ended(pid):
     """Whether the process is gone, or waits for its parent alone."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 from processes import CONTEXT, in_group
-from waiting import ended, wait_until
+from waiting import has_ended, wait_until
 
 from pipeline import distributed
 from pipeline.distributed import find_free_port
@@ -54,7 +54,7 @@ def fail_on_rank_0(rank, port, pids):
             torch.distributed.all_reduce(torch.ones(3), async_op=True)
             raise KeyError("an error of rank 0 alone")
         peer = pids.get()
-        wait_until(lambda: ended(peer), 60)
+        wait_until(lambda: has_ended(peer), 60)
         pids.put(True)
         os._exit(0)
 

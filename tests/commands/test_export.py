@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from made_params import file_of
+from made_params import make_tree
 from made_scenes import write_model
 from reading import read_error, read_files, read_json
 
@@ -72,7 +72,7 @@ def test_the_file_names_no_place_of_the_machine_that_trained(work):
     sections = {name: section.model_dump() for name, section in loaded.items()}
     sections["fetch"].update(source="folder", content="0123", **places)
     sections["train"]["init_from"] = "/home/me/model.safetensors"
-    (work / "params.yaml").write_text(json.dumps(file_of(sections)))  # JSON is YAML
+    (work / "params.yaml").write_text(json.dumps(make_tree(sections)))  # JSON is YAML
     write_best(work, train=sections["train"], initial_weights="4567")
     assert run(work) == 0
     assert all(b"/home" not in path.read_bytes() for path in (work / "models").iterdir())

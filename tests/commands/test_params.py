@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_params import keys_of
+from made_params import list_keys
 from reading import read_yaml
 from ruamel.yaml import YAML
 
@@ -114,7 +114,7 @@ def test_any_content_is_accepted_or_refused_in_one_line(content, section):
 
 def test_no_key_that_a_stage_depends_on_has_a_default():
     """DVC compares the keys of params.yaml: a changed default would re-run nothing."""
-    keys = keys_of(Params, "")
+    keys = list_keys(Params, "")
     stages = read_yaml(ROOT / "dvc.yaml")["stages"].values()
     dependencies = {name for stage in stages for name in stage.get("params", [])}
     assert dependencies <= {*keys}
@@ -174,7 +174,7 @@ def test_keys_that_evaluate_views_lacks_are_those_of_views(tree, blur):
 
 
 def test_every_key_that_the_docs_name_exists():
-    known_keys = {*SECTIONS, *keys_of(Params, "")}
+    known_keys = {*SECTIONS, *list_keys(Params, "")}
     names = {key.rpartition(".")[2] for key in known_keys} | {"persist"}  # of dvc.yaml
     pages = [path for pattern in ("*.md", "docs/*.md", "deploy/*/*") for path in ROOT.glob(pattern)]
     pages.remove(ROOT / "CHANGELOG.md")  # of former keys

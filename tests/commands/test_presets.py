@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from made_params import keys_of
+from made_params import list_keys
 from reading import read_error, read_files, read_yaml
 from ruamel.yaml import YAML
 
@@ -41,7 +41,7 @@ def test_a_preset_has_all_keys_and_the_comments_of_the_sample(name, target, use,
     assert text.startswith(f"# Preset {name}: ")
     # The views of `evaluate` are those of `views` again
     keys = [key for key in flatten(read_yaml(target)) if not key.startswith("evaluate.views.")]
-    fields = keys_of(Params, "")
+    fields = list_keys(Params, "")
     values = [key for key in fields if not any(other.startswith(f"{key}.") for other in fields)]
     missing = {key for key in values if not key.startswith("evaluate.views")} ^ set(keys)
     assert not missing, f"presets/sample.yaml and pipeline/params.py differ: {missing}"

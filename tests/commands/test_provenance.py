@@ -7,7 +7,7 @@ import torch
 from made_evaluations import PARAMS, read_csv
 from made_evaluations import run as run_evaluation
 from made_scenes import write_image_set, write_model
-from made_trainings import request_maker
+from made_trainings import make_request_function
 from made_views import VIEWS
 from reading import read_error, read_json
 
@@ -168,7 +168,7 @@ def training(tmp_path, make_params, mlflow_store):
     """`training(init_from)`: arguments of a training of a step on photographs 0.., validated on
     100, 101, 102.
     """
-    make_request = request_maker(tmp_path, make_params)
+    make_request = make_request_function(tmp_path, make_params)
     folder = tmp_path / "keypoints"
     for split, first in (("train", 0), ("val", 100)):
         rows = store.read_index(folder / split)["shards"]

@@ -9,7 +9,15 @@ import cv2
 import numpy as np
 import pytest
 from made_evaluations import make_workspace, read_csv, read_metrics, run
-from made_scenes import CAMERA, SHIFT, TURN, line, write_image_set, write_model, write_sequence
+from made_scenes import (
+    CAMERA,
+    SHIFT,
+    TURN,
+    format_pair,
+    write_image_set,
+    write_model,
+    write_sequence,
+)
 from reading import read_error, read_files, read_json
 
 from pipeline import errors
@@ -243,8 +251,10 @@ def test_a_textured_plane_from_end_to_end(tmp_path, photo, root, capsys):
     image = cv2.resize(photo, (640, 480))
     cv2.imwrite(str(tmp_path / "a.png"), image)
     cv2.imwrite(str(tmp_path / "b.png"), cv2.warpPerspective(image, H, (640, 480)))
-    back = line("b.png", "a.png", pose=np.linalg.inv(moved))
-    (tmp_path / "pairs.txt").write_text("\n".join([line("a.png", "b.png", pose=moved), back, back]))
+    back = format_pair("b.png", "a.png", pose=np.linalg.inv(moved))
+    (tmp_path / "pairs.txt").write_text(
+        "\n".join([format_pair("a.png", "b.png", pose=moved), back, back])
+    )
     model = write_model(tmp_path / "model.safetensors", layers=1)
     words = ["--model", model, "--poses", tmp_path / "pairs.txt", "--images", tmp_path]
     words += ["--params", root / "presets/sample.yaml", "--device", "cpu"]

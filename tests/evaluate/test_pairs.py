@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_scenes import CAMERA, IDENTITY, SHIFT, TURN, line, write_image_set, write_sequence
+from made_scenes import CAMERA, IDENTITY, SHIFT, TURN, format_pair, write_image_set, write_sequence
 
 from pipeline.errors import RequestError
 from pipeline.evaluate import pair_files, pairs
@@ -137,7 +137,7 @@ def test_lists_of_pairs_are_read_as_other_systems_write_them(tmp_path, small):
     cv2.imwrite(str(tmp_path / unicodedata.normalize("NFC", "caf\u00e9.png")), small)
     name = unicodedata.normalize("NFD", "caf\u00e9.png")
     file = tmp_path / "pairs.txt"
-    file.write_bytes(f"# two views\n{line(name, name)}\n".encode("utf-16"))
+    file.write_bytes(f"# two views\n{format_pair(name, name)}\n".encode("utf-16"))
     images, image_pairs = pair_files.PosePairs(file, tmp_path, short_side=0).load_scene(0)
     assert images[0].shape == small.shape and len(image_pairs) == 1
 
@@ -204,14 +204,14 @@ def set_entry(matrix, index, value):
     "text",
     [
         "a.png b.png 0 0 1 2 3",
-        line("a.png", "b.png").replace(" 0 0 ", " 0 1 ", 1),  # a rotated photograph
-        line("a.png", "b.png", pose=np.diag([1.0, 1, 2, 1])),  # no rotation
-        line("a.png", "b.png", pose=set_entry(np.eye(4), (0, 3), np.nan)),
-        line("a.png", "b.png", K0=2.0 * CAMERA),
+        format_pair("a.png", "b.png").replace(" 0 0 ", " 0 1 ", 1),  # a rotated photograph
+        format_pair("a.png", "b.png", pose=np.diag([1.0, 1, 2, 1])),  # no rotation
+        format_pair("a.png", "b.png", pose=set_entry(np.eye(4), (0, 3), np.nan)),
+        format_pair("a.png", "b.png", K0=2.0 * CAMERA),
     ],
 )
 def test_a_wrong_line_of_cameras_is_named(tmp_path, text):
-    (tmp_path / "pairs.txt").write_text(f"{line('a.png', 'b.png')}\n{text}\n")
+    (tmp_path / "pairs.txt").write_text(f"{format_pair('a.png', 'b.png')}\n{text}\n")
     with pytest.raises(RequestError, match=r"pairs\.txt.* 2"):
         pair_files.read_pairs(tmp_path / "pairs.txt")
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from made_pairs import features_at
+from made_pairs import make_features_at
 from made_scenes import SHIFT, TURN
 
 from pipeline.evaluate import estimators, matchers, scoring
@@ -17,7 +17,7 @@ SIZE = (320, 240)
 
 
 def make_labeled_pair(points0, points1, H):
-    features = features_at(points0), features_at(points1)
+    features = make_features_at(points0), make_features_at(points1)
     return LabeledPair(ImagePair("p", 0, 1, H), "s", 0, features, features)
 
 
@@ -70,7 +70,7 @@ def test_of_two_keypoints_near_one_only_the_nearer_has_a_true_match(settings):
 def test_the_error_of_a_homography_is_that_of_the_corners_of_image_0(settings):
     """Image 1 is twice as large. Matches are enlarged by 2, and the truth is 2.02."""
     points = np.random.default_rng(0).uniform(0, [319, 239], (20, 2))
-    features = features_at(points, SIZE), features_at(2 * points, (640, 480))
+    features = make_features_at(points, SIZE), make_features_at(2 * points, (640, 480))
     truth = np.diag([2.02, 2.02, 1])
     labeled_pair = LabeledPair(ImagePair("p", 0, 1, truth), "s", 0, features, features)
     matches = Matches(np.stack([np.arange(20)] * 2, 1), np.ones(20))

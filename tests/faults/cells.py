@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from made_params import file_of
-from made_views import made_keypoints
+from made_params import make_tree
+from made_views import make_stores
 
 from pipeline import params
 
@@ -35,7 +35,7 @@ def write_params(file, **sections):
     whole = {
         name: {**getattr(read, name).model_dump(), **values} for name, values in sections.items()
     }
-    file.write_text(json.dumps(file_of(whole)))  # JSON is YAML
+    file.write_text(json.dumps(make_tree(whole)))  # JSON is YAML
 
 
 class Workbench:
@@ -43,7 +43,7 @@ class Workbench:
 
     def __init__(self, folder):
         self.folder = folder
-        self.keypoints = made_keypoints(folder / "keypoints")
+        self.keypoints = make_stores(folder / "keypoints")
         self._clean = {}
 
     def arguments(self, keys=()):

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from reading import read_yaml
-from waiting import ended, wait_until
+from waiting import has_ended, wait_until
 
 from faults.cells import Workbench
 from faults.group import digest
@@ -234,4 +234,4 @@ def test_a_stage_ends_with_the_dvc_that_started_it(stage, tmp_path):
         number = int(parent.stdout.readline())
         with pipe.open("w"):  # the stage reads now
             parent.kill()
-            wait_until(lambda: ended(number), 60)
+            wait_until(lambda: has_ended(number), 60)

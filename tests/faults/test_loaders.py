@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-from made_views import batches_of, made_store
-from waiting import ended, wait_until
+from made_views import make_step_batches, make_store
+from waiting import has_ended, wait_until
 
 from pipeline import workers
 from pipeline.keypoints.store import KeypointStore
@@ -29,8 +29,8 @@ class Slow(data.StepBatches):
 @pytest.mark.parametrize("number", workers.STOP_SIGNALS)
 def test_processes_that_make_batches_ignore_signals(tmp_path, make_params, monkeypatch, number):
     monkeypatch.setenv("SG_LOADER_PROCESSES", "2")
-    store = KeypointStore(made_store(tmp_path))
-    source = batches_of(store, make_params).prefetch(range(20))
+    store = KeypointStore(make_store(tmp_path))
+    source = make_step_batches(store, make_params).prefetch(range(20))
     next(source)
     for process in multiprocessing.active_children():
         os.kill(process.pid, number)
@@ -38,7 +38,7 @@ def test_processes_that_make_batches_ignore_signals(tmp_path, make_params, monke
 
 
 def train_and_die(out, make_params, folder):
-    source = batches_of(KeypointStore(folder), make_params)
+    source = make_step_batches(KeypointStore(folder), make_params)
     source.__class__ = Slow
     batches = source._prefetch_by_processes(range(9), 2)  # kept, since its end ends the processes
     (process,) = next(batches)
@@ -49,7 +49,7 @@ def train_and_die(out, make_params, folder):
 def test_processes_that_make_batches_end_with_a_killed_training(tmp_path, make_params):
     context = multiprocessing.get_context("fork")
     out = context.SimpleQueue()
-    arguments = (out, make_params, made_store(tmp_path))
+    arguments = (out, make_params, make_store(tmp_path))
     context.Process(target=train_and_die, args=arguments).start()
     process = out.get()
-    wait_until(lambda: ended(process), 10)
+    wait_until(lambda: has_ended(process), 10)

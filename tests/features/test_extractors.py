@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from made_params import file_of
+from made_params import make_tree
 from made_scenes import write_model
 from made_trainings import leave_records_out
 from reading import read_json
@@ -161,7 +161,7 @@ def test_a_network_is_trained_on_another_extractor(tmp_path, make_params, monkey
     }
     sections = {section: values.model_dump() for section, values in tree.items()}
     with Path("params.yaml").open("w") as stream:
-        YAML(typ="safe").dump(file_of(sections), stream)
+        YAML(typ="safe").dump(make_tree(sections), stream)
     fetch.main([])
     keypoints.main(["--workers", "1"])
     store = KeypointStore("data/keypoints/train")

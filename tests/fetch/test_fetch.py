@@ -9,7 +9,7 @@ from pathlib import Path
 import cv2
 import pytest
 from faulty_server import FaultyServer
-from made_params import file_of
+from made_params import make_tree
 from made_scenes import write_model
 from reading import read_error, read_json
 
@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch):
 
     def run_stage(out="out", mirror="", initial="", allow=False, **changes):
         monkeypatch.setenv(coco.MIRROR, mirror)
-        tree = file_of({})
+        tree = make_tree({})
         tree["fetch"].update(changes)
         tree["train"]["init_from"] = str(initial)
         tree["run"]["allow_training_images"] = allow

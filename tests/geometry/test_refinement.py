@@ -3,7 +3,7 @@
 import cv2
 import numpy as np
 import pytest
-from made_scenes import IDENTITY, MILD, places_shown
+from made_scenes import IDENTITY, MILD, map_to_photograph
 
 from superglue_sift import Matcher
 from superglue_sift.geometry import refinement, two_view
@@ -19,7 +19,7 @@ def draw_texture(H):
     rng = np.random.default_rng(0)
     frequency = rng.normal(0, 0.35, (150, 2))
     phase = rng.uniform(0, 2 * np.pi, 150)
-    places = places_shown(H, SIZE).reshape(2, -1).T
+    places = map_to_photograph(H, SIZE).reshape(2, -1).T
     values = np.sin(places @ frequency.T + phase).sum(1) / np.sqrt(75)
     return np.clip(128 + 45 * values, 0, 255).round().astype(np.uint8).reshape(SIZE[::-1])
 

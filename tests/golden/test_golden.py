@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made_pairs import batch_pairs, crop_padding, rounding
-from made_views import made_image, made_store
+from made_pairs import batch_pairs, bound_rounding, crop_padding
+from made_views import make_image, make_store
 from reading import read_json
 
 from pipeline.keypoints.store import KeypointStore
@@ -27,10 +27,10 @@ FILE = Path(__file__).with_name("golden.json")
 # Scores reach 40, and so do the shipped weights', in 18 layers of four products of 128 terms.
 SCORE = 40
 # A probability in float32; and where only the descriptors are, which have 128 entries
-ROUNDED = rounding(SCORE, 18 * 4 * 128)
-EXACT = rounding(SCORE, 2 * 128)
+ROUNDED = bound_rounding(SCORE, 18 * 4 * 128)
+EXACT = bound_rounding(SCORE, 2 * 128)
 # A loss is a mean of hundreds of log probabilities: few of their roundings are left.
-TOLERANCE = rounding(SCORE, 4 * 4)
+TOLERANCE = bound_rounding(SCORE, 4 * 4)
 STEPS = 10
 NETWORKS = {
     "layer norm": {},
@@ -43,7 +43,7 @@ def compute_losses(folder, **changes):
     """The mean loss of each of ten steps of gradient descent; image 1 of the store has no
     keypoints.
     """
-    store = KeypointStore(made_store(folder))
+    store = KeypointStore(make_store(folder))
     torch.manual_seed(0)
     model = SuperGlue(SuperGlueConfig(dim=32, layers=2, sinkhorn_iterations=30, **changes))
     with torch.no_grad():  # the zero start of the residual branches would hide most of the network
@@ -70,7 +70,7 @@ def compute_assignments(exact):
     model, _ = load_model(find_shipped_weights())
     model = model.double() if exact else fuse_for_inference(model)
     rng = np.random.default_rng(7)
-    pairs = [made_image(rng, str(points), 2, points).features for points in (30, 90, 200)]
+    pairs = [make_image(rng, str(points), 2, points).features for points in (30, 90, 200)]
     pairs.append((pairs[0][0], pairs[0][1].select(slice(0))))
     with torch.no_grad():
         padded = model(*batch_pairs(pairs)).exp()

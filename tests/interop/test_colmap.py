@@ -10,7 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from made_matches import make_track_pair, view_surface
-from made_pairs import features_at
+from made_pairs import make_features_at
 from made_scenes import TURN
 from PIL.TiffImagePlugin import IFDRational
 from reading import read_error
@@ -305,7 +305,7 @@ def test_keypoints_of_photographs_of_different_sizes_are_refined_alike():
         deviations=deviations,
     )
 
-    features = {image: features_at(keypoints[image], sizes[image]) for image in (0, 1)}
+    features = {image: make_features_at(keypoints[image], sizes[image]) for image in (0, 1)}
     pairs = [(0, 1, result)]
     store = StoreWithoutPixels(features)
     positions = colmap.refine_keypoints(dict(enumerate(keypoints)), pairs, store)
@@ -324,7 +324,7 @@ def test_limits_of_the_verified_matches_grow_with_the_file(tmp_path):
     photos = [PhotoFile(name, tmp_path / f"{name}.png") for name in "ab"]
     for photo, size in zip(photos, sizes):
         PIL.Image.new("L", size).save(photo.path)
-    features = dict(zip(photos, map(features_at, keypoints, sizes)))
+    features = dict(zip(photos, map(make_features_at, keypoints, sizes)))
     matches = Matches(np.stack([np.arange(100)] * 2, 1), np.ones(100, np.float32))
     result = MatchResult(*keypoints, matches, *sizes, pair_score=0.9)
     store = StoreWithoutPixels(features)

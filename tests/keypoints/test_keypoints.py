@@ -12,7 +12,7 @@ import sys
 import cv2
 import numpy as np
 import pytest
-from made_params import file_of
+from made_params import make_tree
 from reading import read_files, read_json
 
 from pipeline import errors
@@ -66,7 +66,7 @@ def stage(tmp_path, make_params, monkeypatch):
             "keypoints": make_params("keypoints", **{**SMALL, **changes}).model_dump(),
         }
         params = tmp_path / "params.yaml"
-        params.write_text(json.dumps(file_of(tree)))  # JSON is YAML
+        params.write_text(json.dumps(make_tree(tree)))  # JSON is YAML
         options = ["--params", str(params), "--reports", str(tmp_path / "reports")]
         archives = str(tmp_path / "archives")
         fetch.main([*options, "--out", str(tmp_path / "images"), "--archives", archives])

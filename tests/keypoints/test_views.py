@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_scenes import places_shown
+from made_scenes import map_to_photograph
 
 from pipeline.keypoints import views
 from pipeline.keypoints.views import MAX_UPSCALE, make_generator, sample_mild_view, sample_view
@@ -118,7 +118,7 @@ def pattern(width, height, wave=waves):
 def test_rendered_content_lies_where_the_homography_says(index):
     H = sample_view(make_generator(3, "waves", index), (640, 480), (512, 384), USUAL)
     view = views.render(pattern(640, 480), H, (512, 384))
-    x, y = places_shown(H, (512, 384))
+    x, y = map_to_photograph(H, (512, 384))
     expected = waves(x, y)
     # bilinear sampling of a pattern of this curvature and OpenCV's 1/32 px grid stay below two
     # levels
@@ -136,7 +136,7 @@ def test_huge_images_are_shrunk_without_aliasing_and_without_a_shift(size):
     checker = ((np.indices((size[1], size[0])).sum(0) % 2) * 40 - 20).astype(np.int16)
     noisy = np.clip(image.astype(np.int16) + checker, 0, 255).astype(np.uint8)
     H = sample_mild_view(make_generator(0, "huge", 0), size, (512, 384))
-    expected = slow(*places_shown(H, (512, 384)))
+    expected = slow(*map_to_photograph(H, (512, 384)))
     inside = np.abs(views.render(noisy, H, (512, 384)) - expected)[2:-2, 2:-2]
     assert inside.max() < 6 and inside.mean() < 1.5
 

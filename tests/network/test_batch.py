@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_pairs import RAGGED, batch_pairs, features_at, label_pairs, make_pairs
+from made_pairs import RAGGED, batch_pairs, label_pairs, make_features_at, make_pairs
 
 from pipeline.keypoints.store import View
 from pipeline.params import Augmentation
@@ -52,7 +52,9 @@ def make_oriented(*entries):
         descriptor[0, first] = 200
         descriptor[1, second] = 200
     oris = np.tile(np.float32([10, 90]), (len(entries), 1))
-    return features_at(np.zeros((len(entries), 2)))._replace(oris=oris, descriptors=descriptors)
+    return make_features_at(np.zeros((len(entries), 2)))._replace(
+        oris=oris, descriptors=descriptors
+    )
 
 
 @pytest.mark.parametrize(

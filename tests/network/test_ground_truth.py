@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_pairs import batch_pairs, features_at, make_pairs
+from made_pairs import batch_pairs, make_features_at, make_pairs
 
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, find_true_matches
 
@@ -18,7 +18,9 @@ DOUBLE = np.diag([2, 2, 1.0])
 
 def find_truth(keypoints0, keypoints1, H, cells=None):
     """The truth of keypoints (M, 2) and (N, 2) of views of 100 x 100 px: (M,) and (N,)."""
-    images = batch_pairs([[features_at(points, (100, 100)) for points in (keypoints0, keypoints1)]])
+    images = batch_pairs(
+        [[make_features_at(points, (100, 100)) for points in (keypoints0, keypoints1)]]
+    )
     cells = None if cells is None else torch.from_numpy(cells)
     truth = find_true_matches(*images, torch.from_numpy(H[None]), cells)
     counts = len(keypoints0), len(keypoints1)

@@ -9,14 +9,14 @@ import torch
 from made_pairs import (
     RAGGED,
     batch_pairs,
+    bound_rounding,
+    count_roundings,
     crop_padding,
     label_pairs,
     make_features,
     make_masks,
     make_pairs,
-    rounding,
-    roundings_of,
-    scrambled,
+    make_scrambled,
 )
 
 from benchmarks import plain
@@ -91,11 +91,11 @@ def test_batch_norm_without_padding_is_torchs():
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 def test_a_pair_is_the_same_alone_and_in_any_batch(norm):
     pairs = make_pairs((20, 33), (0, 4), (60, 1), (7, 7), (2, 0))
-    model = scrambled(SuperGlueConfig(dim=128, layers=2, norm=norm))
+    model = make_scrambled(SuperGlueConfig(dim=128, layers=2, norm=norm))
     for dtype in (torch.float32, torch.float64):
         model = model.to(dtype)
         # sums are added up in another order for other shapes; scores reach 20
-        limit = rounding(20, roundings_of(model.config), dtype)
+        limit = bound_rounding(20, count_roundings(model.config), dtype)
         for pair, P in zip(pairs, model(*batch_pairs(pairs))):
             counts = [len(features.keypoints) for features in pair]
             alone = crop_padding(model(*batch_pairs([pair]))[0], *counts)
@@ -116,10 +116,10 @@ def test_matches_are_mutual_and_above_the_threshold():
 @torch.no_grad()
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 def test_fused_for_inference_is_the_same_network(norm):
-    model = scrambled(SuperGlueConfig(dim=32, layers=2, norm=norm, rotary=True))
+    model = make_scrambled(SuperGlueConfig(dim=32, layers=2, norm=norm, rotary=True))
     images = batch_pairs(make_pairs((20, 33), (0, 4), (60, 1)))
     expected = model(*images)
-    limit = rounding(20, roundings_of(model.config))  # values reach 20
+    limit = bound_rounding(20, count_roundings(model.config))  # values reach 20
     assert torch.allclose(expected, fuse_for_inference(model)(*images), atol=limit, rtol=0)
     assert torch.equal(expected, model(*images))  # the model itself has not changed
 
@@ -134,13 +134,13 @@ def test_losses_and_gradients_do_not_depend_on_size_classes_or_padding(monkeypat
     for classes, padding, fixed in ((6, 0.0, None), (1, 1e9, None), (1, 1e9, (8, 320))):
         monkeypatch.setattr(batches, "MAX_PADDING", padding)
         assert len(group_pairs(batch.images0, batch.images1)) == classes
-        model = scrambled(config).double().train()
+        model = make_scrambled(config).double().train()
         objective = MatchingObjective(model)
         objective.fixed_size = fixed
         total, values = objective(batch, wait=fixed is None)
         results.append([*values.values(), *gradient_of(total, list(model.parameters()))])
     # the network is in float64, but compares descriptors of neighbors in float32
-    limit = rounding(20, roundings_of(config))
+    limit = bound_rounding(20, count_roundings(config))
     for result in results[1:]:
         for a, b in zip(results[0], result):
             scale = max(1.0, float(a.abs().max()))
@@ -224,14 +224,14 @@ def test_an_untrained_network_is_a_nearest_neighbor_matcher():
 def test_swapping_the_images_transposes_the_assignment():
     """Sinkhorn's iterations reach their limit, because half of one more is not symmetric."""
     (pair,) = make_pairs((15, 12), seed=3)
-    model = scrambled(SuperGlueConfig(dim=32, layers=2, sinkhorn_iterations=3000)).double()
+    model = make_scrambled(SuperGlueConfig(dim=32, layers=2, sinkhorn_iterations=3000)).double()
     with torch.no_grad():
         log_P, swapped = (model(*batch_pairs([images]))[0] for images in (pair, pair[::-1]))
     assert torch.allclose(log_P, swapped.T, atol=1e-6)
 
 
 def test_every_weight_receives_a_gradient():
-    model = scrambled(SuperGlueConfig(dim=32, layers=2, rotary=True)).train()
+    model = make_scrambled(SuperGlueConfig(dim=32, layers=2, rotary=True)).train()
     MatchingObjective(model)(label_pairs(make_pairs((20, 20))))[0].sum().backward()
     assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
 
@@ -240,7 +240,7 @@ def test_every_weight_receives_a_gradient():
 def test_assignment_loss_and_gradient_equal_those_of_a_plain_network(norm):
     """The plain network is written as in the paper, pair by pair and in the log domain."""
     config = SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)
-    model = scrambled(config).double()
+    model = make_scrambled(config).double()
     plain_model = copy.deepcopy(model)
     pairs = make_pairs(*[(40, 40)] * 3)
     for features0, features1 in pairs:  # 30 true matches

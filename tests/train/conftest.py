@@ -1,7 +1,7 @@
 """Fixtures of the tests of trainings."""
 
 import pytest
-from made_trainings import leave_records_out, request_maker
+from made_trainings import leave_records_out, make_request_function
 
 
 @pytest.fixture
@@ -12,4 +12,4 @@ def untracked(monkeypatch):
 @pytest.fixture
 def request_of(tmp_path, make_params, untracked):
     """`request_of(out, **train_keys)`: arguments of a training on synthetic views."""
-    return request_maker(tmp_path, make_params)
+    return make_request_function(tmp_path, make_params)

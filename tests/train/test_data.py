@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_views import SIZE, batches_of, made_store, make_features
+from made_views import SIZE, make_features, make_step_batches, make_store
 
 from pipeline.distributed import Context
 from pipeline.errors import RequestError
@@ -41,7 +41,7 @@ FIELDS = ("keypoints", "scales", "oris", "scores", "descriptors")
 
 @pytest.fixture
 def store(tmp_path):
-    return KeypointStore(made_store(tmp_path))
+    return KeypointStore(make_store(tmp_path))
 
 
 class TestOrder:
@@ -139,7 +139,7 @@ class TestAugmentation:
     @settings(max_examples=20)
     @given(seed=st.integers(0, 2**31 - 1))
     def test_truth_follows_turns(self, tmp_path_factory, seed):
-        store = KeypointStore(made_store(tmp_path_factory.mktemp("store")))
+        store = KeypointStore(make_store(tmp_path_factory.mktemp("store")))
         samples = [Sample(3, 0, 2, seed), Sample(4, 1, 0, seed)]
         plain = find_truth(load_batch(store, samples, 1000))
         turned = load_batch(store, samples, 1000, Augmentation(rotation_deg=180))
@@ -171,7 +171,7 @@ class TestAugmentation:
         assert torch.equal(together.H_0to1[1], alone.H_0to1[0])
 
     def test_truth_of_a_zoomed_pair_joins_keypoints_of_one_photograph(self, tmp_path):
-        store = KeypointStore(made_store(tmp_path / "dense", points=400))
+        store = KeypointStore(make_store(tmp_path / "dense", points=400))
         descriptors_of_3 = {
             bytes(descriptor)
             for view in range(3)
@@ -267,7 +267,7 @@ def equal(batch, expected_batch):
 @pytest.mark.parametrize("processes", ["0", "2"])
 def test_a_thread_or_processes_load_the_steps_in_order(store, make_params, monkeypatch, processes):
     monkeypatch.setenv("SG_LOADER_PROCESSES", processes)
-    source = batches_of(store, make_params, accumulate=2)
+    source = make_step_batches(store, make_params, accumulate=2)
     steps = list(source.prefetch(range(5)))
     for step, batches in enumerate(steps):
         assert len(batches) == 2 and all(map(equal, batches, source.load(step)))
@@ -292,9 +292,9 @@ def test_how_many_processes_load_batches(monkeypatch):
 def test_all_pairs_of_a_step_have_the_same_numbers_of_keypoints(tmp_path, make_params):
     """On both ranks; the numbers differ between the images and between steps."""
     keys = {"min_keypoints": 4, "max_keypoints": 40, "keypoint_drop": 0, "zoom": 0}
-    store = KeypointStore(made_store(tmp_path / "store", points=100))
+    store = KeypointStore(make_store(tmp_path / "store", points=100))
     sources = [
-        batches_of(store, make_params, keys, Context(rank, 2, torch.device("cpu")))
+        make_step_batches(store, make_params, keys, Context(rank, 2, torch.device("cpu")))
         for rank in (0, 1)
     ]
     counts_of_steps = set()

@@ -8,9 +8,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from made_pairs import label_pairs, make_pairs, scrambled
-from made_params import file_of, sample
-from made_views import made_store
+from made_pairs import label_pairs, make_pairs, make_scrambled
+from made_params import make_tree, read_sample
+from made_views import make_store
 from processes import in_group
 
 from pipeline import distributed, params
@@ -72,7 +72,9 @@ def path_of_a_gpu(monkeypatch):
 def sections_of(keys):
     """The sections `train` and `run` of a small training with these keys of either."""
     small = {"dim": 16, "heads": 2, "layers": 2, "precision": "float32", "batch": 6}
-    sections = params.parse(file_of({"train": {**sample()["train"], **small, **keys}}), "params")
+    sections = params.parse(
+        make_tree({"train": {**read_sample()["train"], **small, **keys}}), "params"
+    )
     return sections.train, sections.run
 
 
@@ -103,7 +105,7 @@ def take_two_steps(context, folder, keys, profile=None):
 def test_a_step_is_deterministic_on_cuda_and_the_host_waits_once(tmp_path, path_of_a_gpu, keys):
     profile = torch.autograd.profiler.profile(record_shapes=True)
     context = distributed.Context(0, 1, torch.device("cpu"))
-    take_two_steps(context, made_store(tmp_path), keys, profile)
+    take_two_steps(context, make_store(tmp_path), keys, profile)
     calls = [(event.name[len("aten::") :], event.input_shapes) for event in profile.function_events]
     names = {name for name, _ in calls}
     assert {"gather", "exp_", "bmm"} <= names  # the profile has recorded the step
@@ -123,7 +125,7 @@ def train_in_every_way(context, folder):
 @pytest.mark.slow
 def test_two_ranks_train_in_every_way(tmp_path):
     """Also where torch 1.10 recomputes layers under DistributedDataParallel."""
-    folder = str(made_store(tmp_path))
+    folder = str(make_store(tmp_path))
     single = train_in_every_way(distributed.Context(0, 1, torch.device("cpu")), folder)
     rank0, rank1 = in_group(2, train_in_every_way, folder)
     for keys, weights, weights0, weights1 in zip(WAYS, single, rank0, rank1):
@@ -170,7 +172,7 @@ def test_a_step_is_repeated_when_float32_cannot_hold_a_pair(tmp_path, monkeypatc
     """Without waiting the gradient is nan. The second attempt waits, and does that pair alone in
     the log domain.
     """
-    batch = load_batch(KeypointStore(made_store(tmp_path)), draw_training_pairs(0, 5, 3, 0, 3), 33)
+    batch = load_batch(KeypointStore(make_store(tmp_path)), draw_training_pairs(0, 5, 3, 0, 3), 33)
     gradients = []
     problems = []
     steps = []
@@ -179,7 +181,7 @@ def test_a_step_is_repeated_when_float32_cannot_hold_a_pair(tmp_path, monkeypatc
         sinkhorn, "_solve_in_log_domain", lambda *args: problems.append(args) or log_domain(*args)
     )
     for attempts in ((True,), (False, True)):
-        model = scrambled(SuperGlueConfig(dim=32, layers=1, norm="batch")).train()
+        model = make_scrambled(SuperGlueConfig(dim=32, layers=1, norm="batch")).train()
         with torch.no_grad():  # the scores of one pair lead by more than float32 holds
             model.final_projection.weight.mul_(6)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

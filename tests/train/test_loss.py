@@ -7,7 +7,7 @@ import made_views
 import numpy as np
 import pytest
 import torch
-from made_pairs import RAGGED, label_pairs, make_pairs, scrambled
+from made_pairs import RAGGED, label_pairs, make_pairs, make_scrambled
 from processes import in_group
 
 from pipeline import distributed
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.cu111
 def test_a_gpu_computes_the_loss_and_the_gradient_of_the_cpu(precision, close):
     """Of ragged pairs, empty ones among them."""
     batch = label_pairs(make_pairs(*RAGGED))
-    model = scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True, rotary=True)).train()
+    model = make_scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True, rotary=True)).train()
     results = []
     for device, name in (("cpu", "float32"), ("cuda", precision)):
         total, parts = MatchingObjective(model.to(device), name)(batch.to(device), wait=False)
@@ -82,14 +82,14 @@ def test_the_mark_of_the_ratio_test_is_the_same_on_any_number_of_ranks(tmp_path,
     easy = made_views.make_features
     harder = lambda rng, xy, rows: easy(rng, xy, rows + rng.normal(0, 70, rows.shape))  # noqa: E731
     monkeypatch.setattr(made_views, "make_features", harder)
-    folder = str(made_views.made_store(tmp_path))
+    folder = str(made_views.make_store(tmp_path))
     mark = compute_mark(distributed.join_group(), folder)
     assert 0.2 < mark < 1.0
     assert in_group(2, compute_mark, folder) == [mark, mark]
 
 
 def test_zoomed_and_negative_pairs_have_metrics_of_their_own(tmp_path):
-    store = KeypointStore(made_views.made_store(tmp_path, images=8, points=60))
+    store = KeypointStore(made_views.make_store(tmp_path, images=8, points=60))
     samples = draw_validation_pairs(0, len(store), store.views_per_image, 48)
     augmentation = Augmentation(rotation_deg=180, negatives=0.3, zoom=0.5)
     kinds = [

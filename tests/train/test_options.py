@@ -9,7 +9,7 @@ import pytest
 import torch
 from faults.cells import Workbench
 from made_trainings import leave_records_out
-from made_views import made_store
+from made_views import make_store
 from reading import read_json
 
 from pipeline import distributed
@@ -102,7 +102,7 @@ def build(bench, **keys):
 @pytest.fixture
 def batch(tmp_path):
     """A batch of `max_keypoints` of the workbench."""
-    store = KeypointStore(made_store(tmp_path / "store"))
+    store = KeypointStore(make_store(tmp_path / "store"))
     return load_batch(store, draw_training_pairs(0, 5, 3, 0, 6), 24)
 
 

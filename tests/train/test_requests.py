@@ -1,7 +1,7 @@
 """Wrong requests of `pipeline.train`: one line that names the key or the file, and exit code 2."""
 
 import pytest
-from made_trainings import home
+from made_trainings import find_training
 from reading import read_error
 
 from pipeline import errors, launch
@@ -26,7 +26,7 @@ def test_a_wrong_request_is_named_before_any_process_starts(
     monkeypatch.chdir(tmp_path)
     if "run" in options:
         assert train.main(request_of("run")) == 0
-        options = ["--continue", str(home(tmp_path / "run"))]
+        options = ["--continue", str(find_training(tmp_path / "run"))]
     monkeypatch.setenv("NPROC_PER_NODE", "1")
     monkeypatch.setattr(launch, "run_stage", lambda *_: pytest.fail("it is trained"))
     words = ["pipeline.train", *request_of("run", **keys), *options]

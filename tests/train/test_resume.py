@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from made_trainings import home, interrupt, newest, read_weights
+from made_trainings import find_newest_checkpoint, find_training, interrupt, read_weights
 from reading import read_files, read_json
 
 from pipeline import provenance
@@ -40,7 +40,7 @@ class TestFolders:
         self, tmp_path, request_of, output_of, monkeypatch, whole
     ):
         interrupt(request_of("run"), monkeypatch)
-        first = home(tmp_path / "run")
+        first = find_training(tmp_path / "run")
         files = read_files(first)
         interrupt(request_of("run", lr=0.001), monkeypatch, step=5)
         assert read_files(first) == files
@@ -52,11 +52,11 @@ class TestFolders:
         self, tmp_path, request_of, output_of, monkeypatch, capsys, whole
     ):
         saved = interrupt(request_of("run"), monkeypatch)
-        first = home(tmp_path / "run")
+        first = find_training(tmp_path / "run")
         capsys.readouterr()
         interrupt([*request_of("run"), "--fresh"], monkeypatch, step=2)
         assert "resuming" not in capsys.readouterr().out
-        assert read_weights(newest(first)) == saved
+        assert read_weights(find_newest_checkpoint(first)) == saved
         assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == [
             first.name,
             f"{first.name}-2",
@@ -71,7 +71,7 @@ class TestFolders:
         interrupt([*request_of("run"), "--fresh"], monkeypatch)
         monkeypatch.setenv(variable, "1")
         assert "resuming at step 4 of 6" in output_of("run", "--fresh")
-        home(tmp_path / "run")  # the only one
+        find_training(tmp_path / "run")  # the only one
 
     def test_fresh_is_obeyed_in_a_job_that_slurm_has_requeued(
         self, tmp_path, request_of, output_of, monkeypatch
@@ -99,10 +99,10 @@ class TestFolders:
         self, tmp_path, request_of, output_of, monkeypatch
     ):
         interrupt(request_of("run"), monkeypatch, step=3)
-        first, second = sorted(home(tmp_path / "run").glob("step-*.safetensors"))
+        first, second = sorted(find_training(tmp_path / "run").glob("step-*.safetensors"))
         second.write_bytes(second.read_bytes()[:-1])
         assert "resuming at step 2 of 6" in output_of("run")
-        for path in (first, *home(tmp_path / "run").glob("step-*.safetensors")):
+        for path in (first, *find_training(tmp_path / "run").glob("step-*.safetensors")):
             path.write_bytes(b"")
         with pytest.raises(RequestError, match="--fresh"):
             train.main(request_of("run"))
@@ -154,7 +154,7 @@ def read_training_state(out):
     """Weights and optimizer of the newest checkpoint."""
     return {
         name: value
-        for name, value in read_weights(newest(out)).items()
+        for name, value in read_weights(find_newest_checkpoint(out)).items()
         if name.startswith(("model.", "optimizer."))
     }
 
@@ -172,7 +172,7 @@ class TestWhatMayChange:
         printed = output_of("run", log_every=1, save_every=5).splitlines()
         assert "resuming at step 4 of 6" in printed
         assert read_training_state(tmp_path / "run") == read_training_state(tmp_path / "whole")
-        home(tmp_path / "run")  # the only one
+        find_training(tmp_path / "run")  # the only one
         assert "nothing to do" in output_of("run", log_every=3)
 
     def test_a_training_is_continued_with_other_validations(
@@ -181,7 +181,7 @@ class TestWhatMayChange:
         """They decide which weights are kept, so the training gets another name."""
         assert train.main(request_of("whole")) == 0
         interrupt(request_of("run"), monkeypatch)
-        first = home(tmp_path / "run")
+        first = find_training(tmp_path / "run")
         keys = {"val_every": 2, "val_pairs": 6}
         printed = output_of("run", "--continue", str(first), **keys)
         assert "resuming at step 4 of 6" in printed
@@ -197,7 +197,7 @@ class TestWhatMayChange:
         constant = {"schedule": "constant_decay", "decay_start": 99}
         assert train.main(request_of("whole", **constant, steps=9)) == 0
         assert train.main(request_of("run", **constant)) == 0
-        short = home(tmp_path / "run")
+        short = find_training(tmp_path / "run")
         before = read_files(short)
         longer = [*request_of("run", **constant, steps=9), "--continue", str(short)]
         saved = interrupt(longer, monkeypatch, step=8)
@@ -211,7 +211,7 @@ class TestWhatMayChange:
         self, tmp_path, request_of, output_of, monkeypatch
     ):
         saved = interrupt(request_of("run"), monkeypatch)
-        stopped = home(tmp_path / "run")
+        stopped = find_training(tmp_path / "run")
         output_of("run", "--continue", str(stopped), steps=4)
         curve = (tmp_path / "run-reports/curves/validation.csv").read_text().splitlines()
         assert [row.partition(",")[0] for row in curve[1:]] == ["0", "3", "4"]
@@ -233,7 +233,7 @@ class TestWhatMayChange:
         """
         keys = {"schedule": "constant_decay", "decay_start": 99, "average": 3}
         assert train.main(request_of("run", **keys)) == 0
-        checkpoint = load_model_file(newest(tmp_path / "run"))[0]
+        checkpoint = load_model_file(find_newest_checkpoint(tmp_path / "run"))[0]
         weights = {6: checkpoint["model.dustbin"].item()}
         inner = story.train_step
 
@@ -246,10 +246,12 @@ class TestWhatMayChange:
         longer = [
             *request_of("run", **keys, steps=steps),
             "--continue",
-            str(home(tmp_path / "run")),
+            str(find_training(tmp_path / "run")),
         ]
         assert train.main(longer) == 0
-        average = load_model_file(newest(tmp_path / "run"))[0]["average.dustbin"].item()
+        average = load_model_file(find_newest_checkpoint(tmp_path / "run"))[0][
+            "average.dustbin"
+        ].item()
         averaged = [weights[step] for step in range(max(steps - 2, 6), steps + 1)]
         mean = sum(averaged) / len(averaged)
         # A rounding unit of float32 for each of the three steps of the mean
@@ -270,7 +272,7 @@ class TestWhatMayChange:
         monkeypatch.setattr(environment, "is_prepared", lambda: True)
         interrupt(request_of("run", precision="portable"), monkeypatch, step=3)
         # As if two processes had begun it
-        path = newest(tmp_path / "run")
+        path = find_newest_checkpoint(tmp_path / "run")
         tensors, info = load_model_file(path)
         info["history"][0]["processes"] = 2
         save_model_file(path, tensors, info)
@@ -301,7 +303,7 @@ class TestFinished:
 
     def test_other_code_trains_again_beside_it(self, tmp_path, request_of, output_of, monkeypatch):
         output_of("run")
-        finished = home(tmp_path / "run")
+        finished = find_training(tmp_path / "run")
         files = read_files(finished)
         change_code(monkeypatch)
         interrupt(request_of("run"), monkeypatch, step=2)
@@ -322,7 +324,7 @@ class TestFinished:
     def test_what_is_left_of_a_finished_training_is_not_changed(self, tmp_path, output_of, pattern):
         """Without its checkpoints nobody knows its code, and without the model it is unfinished."""
         output_of("run")
-        folder = home(tmp_path / "run")
+        folder = find_training(tmp_path / "run")
         for path in folder.glob(pattern):
             path.unlink()
         files = read_files(folder)

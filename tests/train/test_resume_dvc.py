@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_trainings import request_maker
+from made_trainings import make_request_function
 from reading import read_files, read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ KILL = "kill:rank=0,step=5,phase=forward"  # after the checkpoint of step 4
 @pytest.mark.slow
 def test_force_checkout_and_experiments_leave_every_training_where_it_is(tmp_path, make_params):
     checkpoints = tmp_path / "checkpoints"
-    request_of = request_maker(tmp_path / "data", make_params)
+    request_of = make_request_function(tmp_path / "data", make_params)
     environment = {
         **os.environ,
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}",

@@ -7,8 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from made_trainings import home, stop_after
-from made_views import made_store
+from made_trainings import find_training, stop_after
+from made_views import make_store
 from processes import in_group
 from reading import read_json
 
@@ -77,7 +77,7 @@ class TestGradients:
         ids=str,
     )
     def test_ranks_equal_one_process_with_the_whole_batch(self, tmp_path, shares):
-        folder = str(made_store(tmp_path))
+        folder = str(make_store(tmp_path))
         pairs = sum(shares)
         whole = each_way(distributed.join_group(), folder, [pairs])
         parts = in_group(len(shares), each_way, folder, shares)
@@ -93,7 +93,7 @@ class TestGradients:
     def test_a_share_without_pairs_has_a_gradient_of_zero(self, tmp_path, wait, neighbours):
         """More processes than pairs: such a rank takes part in every exchange."""
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, neighbours=neighbours))
-        batch = load_batch(KeypointStore(made_store(tmp_path)), [], 32)
+        batch = load_batch(KeypointStore(make_store(tmp_path)), [], 32)
         total, parts = MatchingObjective(model)(batch, wait)
         total.sum().backward()
         assert total.item() == 0 and parts["loss"].shape == (0,)
@@ -110,7 +110,7 @@ class TestResume:
             with monkeypatch.context() as patch:
                 stop_after(patch, step)
                 assert train.main(request_of("parts", **keys)) == 143
-            assert (home(tmp_path / "parts") / f"step-{step:08d}.safetensors").is_file()
+            assert (find_training(tmp_path / "parts") / f"step-{step:08d}.safetensors").is_file()
             if step > 1:  # the curve has a point every second step, also where it was stopped
                 curve = (tmp_path / "parts-reports/curves/train.csv").read_text()
                 assert curve.count("\n") == 1 + step // 2
@@ -121,7 +121,7 @@ class TestResume:
             "best.safetensors",
             "best.json",
         ):
-            files = [home(tmp_path / run) / name for run in ("whole", "parts")]
+            files = [find_training(tmp_path / run) / name for run in ("whole", "parts")]
             assert files[0].read_bytes() == files[1].read_bytes(), name
         for name in ("curves/train.csv", "curves/validation.csv", "metrics.json"):
             reports = [tmp_path / f"{run}-reports" / name for run in ("whole", "parts")]
