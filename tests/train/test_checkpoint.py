@@ -5,7 +5,7 @@ used.
 import numpy as np
 import pytest
 import torch
-from made_params import file_of
+from made_params import make_tree
 from reading import read_json
 
 from pipeline import distributed, params
@@ -217,7 +217,7 @@ def test_what_scales_a_step_with_the_processes_makes_another_training(key, value
     """
 
     def name(world_size, **keys):
-        tree = params.parse(file_of({"run": keys}), "params.yaml")
+        tree = params.parse(make_tree({"run": keys}), "params.yaml")
         fingerprint = checkpoint.make_fingerprint(tree, "data", "validation", world_size)
         return checkpoint.name_training(fingerprint)
 
