@@ -19,7 +19,7 @@ from pipeline.train.data import PairBatch
 from pipeline.train.loss import MatchingObjective, find_truth
 from superglue_sift import torch_compat
 from superglue_sift.network import sinkhorn
-from superglue_sift.network.superglue import SuperGlue, mutual_matches
+from superglue_sift.network.superglue import SuperGlue, find_mutual_matches
 from superglue_sift.network.weights import find_shipped_weights, fuse_for_inference, load_model
 
 PRECISIONS = ("float32", "bfloat16")
@@ -36,7 +36,7 @@ def make_training_call(model: SuperGlue, batch: PairBatch, way: str) -> Call:
         way: "plain", or the precision of the project's network.
     """
     optimizer = torch.optim.Adam(
-        model.train().parameters(), lr=1e-4, **torch_compat.fused_adam_options()
+        model.train().parameters(), lr=1e-4, **torch_compat.get_fused_adam_options()
     )
     objective = MatchingObjective(model, way)
 
@@ -124,7 +124,7 @@ def compare_precisions(setting: Setting) -> Iterator[str]:
     def match(precision: str) -> Tensor:
         with torch.no_grad():
             (log_P,), _ = model.assign([(batch.images0, batch.images1)], precision=precision)
-        return mutual_matches(log_P)[0]
+        return find_mutual_matches(log_P)[0]
 
     matches32 = match("float32")
     for precision in ("bfloat16", "float16"):

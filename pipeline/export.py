@@ -64,7 +64,7 @@ def describe_weights(info: dict, sections: dict, metrics: dict, source: Path) ->
             f"{source}: has no {error}, so it is no best.safetensors of a training"
         ) from None
     # Add digests and versions, but nothing that differs between two clones.
-    versions = provenance.pin(ESSENTIAL).items()
+    versions = provenance.get_release_versions(ESSENTIAL).items()
     return {
         **description,
         "match_threshold": read_match_threshold(info),

@@ -2,7 +2,7 @@
 
 `presets/sample.yaml` explains each key. A key of a stage has no default, so that DVC sees every
 value that a result depends on. Only `train.model` and `train.augmentation` have those of their
-classes. All sections are checked, so that a misspelt key of the last stage is reported
+classes. All sections are checked, so that a misspelled key of the last stage is reported
 before the first stage runs.
 """
 

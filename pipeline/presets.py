@@ -22,7 +22,7 @@ from ruamel.yaml.scalarstring import PlainScalarString
 from pipeline import errors, params
 from pipeline.errors import RequestError, spell_command
 from pipeline.params import flatten
-from superglue_sift.files import compute_json_digest, write_atomic
+from superglue_sift.files import compute_json_digest, write_atomically
 
 FOLDER = Path(__file__).resolve().parents[1] / "presets"
 DEFAULT = "sample"
@@ -143,7 +143,7 @@ def write_params(path: Path, text: str) -> bool:
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     if before == text:
         return False
-    write_atomic(path, text)
+    write_atomically(path, text)
     # Print only the changed keys, without the positions of a unified diff.
     names = (f"{path} before", f"{path} now")
     lines = difflib.unified_diff(

@@ -22,7 +22,7 @@ from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequ
 
 from superglue_sift.environment import CPU_INFO
 from superglue_sift.errors import RequestError
-from superglue_sift.files import compute_file_sha256, compute_json_digest, write_atomic
+from superglue_sift.files import compute_file_sha256, compute_json_digest, write_atomically
 
 # Packages that compute keypoints, weights and metrics, under all names by which they are installed.
 COMPUTING = (
@@ -111,7 +111,7 @@ def get_versions(packages: Sequence[str]) -> Dict[str, str]:
     return installed
 
 
-def pin(packages: Sequence[str]) -> Dict[str, str]:
+def get_release_versions(packages: Sequence[str]) -> Dict[str, str]:
     """Return the versions of installed packages without the build, such as `+cu130`.
 
     Results on a CPU do not depend on the build.
@@ -175,7 +175,7 @@ def write_photographs(model: Path, photographs: Optional[Iterable[str]]) -> None
     lines = [UNKNOWN]
     if photographs is not None:
         lines = sorted(photographs, key=lambda name: (len(name), name))
-    write_atomic(get_photographs_path(model), TITLE + "".join(f"{line}\n" for line in lines))
+    write_atomically(get_photographs_path(model), TITLE + "".join(f"{line}\n" for line in lines))
 
 
 def read_photographs(

@@ -30,7 +30,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from pipeline import errors, provenance
 from pipeline.params import flatten
-from superglue_sift.files import compute_json_digest, read_json, write_atomic, write_json
+from superglue_sift.files import compute_json_digest, read_json, write_atomically, write_json
 
 MODEL = "superglue-sift"  # Name of the registered model, and of the experiment
 EVALUATION = "test"  # Prefix of the evaluation's metrics, and folder of its files
@@ -131,7 +131,7 @@ def create_database(path: Path) -> None:
         if not path.is_file():
             complete = Path(folder) / "mlflow.db"
             mlflow.MlflowClient(f"sqlite:///{complete}").search_experiments()
-            write_atomic(path, complete.read_bytes())
+            write_atomically(path, complete.read_bytes())
 
 
 class Run:
@@ -260,7 +260,7 @@ class Run:
             self._error = None
         except Exception as error:  # Whatever MLflow raises, the training goes on
             self._error = error
-            self._client = None  # The server may have got what it did not confirm
+            self._client = None  # The server may have stored what it did not confirm
 
     def _send(self, is_last: bool) -> None:
         """Send new points, and at the end also the items and the state of the run."""
@@ -407,7 +407,9 @@ def describe_model(files: List[str]) -> Dict[str, Any]:
     from pipeline import served_model
 
     threshold = superglue_sift.Matcher.load(files[0], device="cpu").threshold
-    pins = provenance.pin(("mlflow", "numpy", "opencv-python", "safetensors", "torch"))
+    pins = provenance.get_release_versions(
+        ("mlflow", "numpy", "opencv-python", "safetensors", "torch")
+    )
     return {
         "python_model": str(served_model.__file__),
         "code_paths": [str(Path(superglue_sift.__file__).parent)],

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from superglue_sift.match_result import MatchResult
     from superglue_sift.matcher import Matcher
     from superglue_sift.network.batch import make_batch
-    from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+    from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, find_mutual_matches
     from superglue_sift.network.weights import load_model
 
 __version__ = "0.1.0"
@@ -56,7 +56,7 @@ _MODULES = {
     "RequestError": "errors",
     "SuperGlue": "network.superglue",
     "SuperGlueConfig": "network.superglue",
-    "mutual_matches": "network.superglue",
+    "find_mutual_matches": "network.superglue",
     "load_model": "network.weights",
     "extract_sift": "features.sift",
     "make_batch": "network.batch",
@@ -72,10 +72,10 @@ __all__ = [
     "SuperGlueConfig",
     "__version__",
     "extract_sift",
+    "find_mutual_matches",
     "load_model",
     "make_batch",
     "match_folder",
-    "mutual_matches",
 ]
 
 

@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from superglue_sift.errors import RequestError
 from superglue_sift.features.images import reduce_image
-from superglue_sift.files import FileName, write_atomic
+from superglue_sift.files import FileName, write_atomically
 from superglue_sift.geometry.two_view import Size, map_to_resized, transform
 
 RED = (40, 40, 240)  # BGR
@@ -94,7 +94,7 @@ class Picture:
             RequestError: If OpenCV does not write this format.
             OSError: If the file cannot be written.
         """
-        write_atomic(path, self.encode(Path(path).suffix.lower()))
+        write_atomically(path, self.encode(Path(path).suffix.lower()))
 
 
 def compute_colors(points: np.ndarray, width: int) -> np.ndarray:

@@ -27,7 +27,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 
-def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
+def write_atomically(path: FileName, content: Union[str, bytes]) -> None:
     """Write a file, and create its folder.
 
     If the process is killed, the complete old or the complete new file is there. Links are followed
@@ -148,7 +148,7 @@ def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
 
 
 def write_csv(path: FileName, rows: Iterable[Iterable[Any]]) -> None:
-    """Write a table atomically (`write_atomic`).
+    """Write a table atomically (`write_atomically`).
 
     Args:
         path: the file.
@@ -159,7 +159,7 @@ def write_csv(path: FileName, rows: Iterable[Iterable[Any]]) -> None:
     """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
-    write_atomic(path, text.getvalue())
+    write_atomically(path, text.getvalue())
 
 
 def compute_file_sha256(path: FileName) -> str:
@@ -229,7 +229,7 @@ def read_json(path: Path, missing: str) -> Any:
 
 def write_json(path: Path, content: Any, indent: int = 1) -> None:
     """Write indented JSON with a final newline, atomically."""
-    write_atomic(path, json.dumps(content, indent=indent) + "\n")
+    write_atomically(path, json.dumps(content, indent=indent) + "\n")
 
 
 def compute_json_digest(values: Any) -> str:

@@ -35,11 +35,11 @@ from superglue_sift import errors
 from superglue_sift.errors import RequestError, check_range, import_extra
 from superglue_sift.features.features import SIFT_DIM, TYPICAL_SCORE, Features
 from superglue_sift.features.sift import MIN_SCALE, estimate_sift_scale
-from superglue_sift.files import FileName, check_writable, write_atomic
+from superglue_sift.files import FileName, check_writable, write_atomically
 from superglue_sift.matcher import RESIZE
 from superglue_sift.network.batch import Images, choose_orientations, make_batch
 from superglue_sift.network.perceptron import FLOAT32
-from superglue_sift.network.superglue import SuperGlue, find_nearest_neighbors, mutual_matches
+from superglue_sift.network.superglue import SuperGlue, find_mutual_matches, find_nearest_neighbors
 from superglue_sift.network.weights import find_shipped_weights, load_model, read_match_threshold
 from superglue_sift.torch_compat import can_export
 
@@ -109,7 +109,7 @@ class OnnxSuperGlue(nn.Module):
         # A graph cannot compute pairs that overflow again in the log domain. So the transport is in
         # float64, whose range is sufficient for trained scores.
         (log_P,), _ = self.model.transport(descriptors, images, False, torch.float64)
-        matches0, scores0, matches1, scores1 = mutual_matches(log_P, self.threshold)
+        matches0, scores0, matches1, scores1 = find_mutual_matches(log_P, self.threshold)
         return tuple(values[:, :-1] for values in (matches0, matches1, scores0, scores1))
 
 
@@ -298,7 +298,7 @@ def export(
     # Older ONNX Runtimes reject IR version 10.
     proto.ir_version = IR_VERSION
     onnx.helper.set_model_props(proto, {"match_threshold": repr(threshold)})
-    write_atomic(path, proto.SerializeToString())
+    write_atomically(path, proto.SerializeToString())
     return path
 
 

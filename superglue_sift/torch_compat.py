@@ -162,7 +162,7 @@ def make_grad_scaler(enabled: bool):
     return torch.cuda.amp.GradScaler(enabled=enabled)
 
 
-def fused_adam_options() -> Dict[str, bool]:
+def get_fused_adam_options() -> Dict[str, bool]:
     """Return the options with which `torch.optim.Adam` updates all parameters in one pass.
 
     One pass takes a quarter of the time. torch 1.10 has no such option.

@@ -13,7 +13,7 @@ from pipeline.params import RunParams
 from pipeline.train import __main__ as train
 from pipeline.train import log
 from pipeline.train import train as story
-from superglue_sift.files import write_atomic
+from superglue_sift.files import write_atomically
 from superglue_sift.network.weights import load_model_file
 
 SMALL = {
@@ -57,7 +57,7 @@ def leave_records_out(patch):
     a small training.
     """
     patch.setattr(tracking, "open_run", lambda *_, **__: tracking.Run())
-    patch.setattr(log, "draw_curves", lambda path, *_: write_atomic(path, ""))
+    patch.setattr(log, "draw_curves", lambda path, *_: write_atomically(path, ""))
 
 
 def find_training(out):

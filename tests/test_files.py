@@ -12,7 +12,7 @@ from superglue_sift import files
 def test_an_error_of_writing_names_the_file_and_not_a_temporary_one(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError) as error:
-        files.write_atomic(tmp_path / "folder", b"")
+        files.write_atomically(tmp_path / "folder", b"")
     assert error.value.filename == str(tmp_path / "folder")
     assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
 
@@ -26,7 +26,7 @@ def test_a_file_is_written_where_folders_cannot_be_opened(tmp_path, monkeypatch)
         return opened(path, *rest)
 
     monkeypatch.setattr(os, "open", refuse_folders)
-    files.write_atomic(tmp_path / "new/a.txt", "text")
+    files.write_atomically(tmp_path / "new/a.txt", "text")
     assert (tmp_path / "new/a.txt").read_text() == "text"
 
 
@@ -35,13 +35,13 @@ def test_a_link_stays_and_its_target_is_written(tmp_path):
     (tmp_path / "disk/file").write_text("old")
     (tmp_path / "first").symlink_to("second")
     (tmp_path / "second").symlink_to("disk/file")
-    files.write_atomic(tmp_path / "first", "new")
+    files.write_atomically(tmp_path / "first", "new")
     assert (tmp_path / "disk/file").read_text() == "new"
     assert (tmp_path / "first").is_symlink() and (tmp_path / "second").is_symlink()
     # A link whose target does not exist yet, nor its folder
     (tmp_path / "later").symlink_to(tmp_path / "other/file")
     files.check_writable(tmp_path / "later")
-    files.write_atomic(tmp_path / "later", "new")
+    files.write_atomically(tmp_path / "later", "new")
     assert (tmp_path / "other/file").read_text() == "new"
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
 
@@ -52,7 +52,7 @@ def test_a_link_to_a_write_protected_file_is_replaced(tmp_path):
     (tmp_path / "cached").chmod(0o444)
     for name, link in (("soft", os.symlink), ("hard", os.link)):
         link(tmp_path / "cached", tmp_path / name)
-        files.write_atomic(tmp_path / name, "new")
+        files.write_atomically(tmp_path / name, "new")
         assert (tmp_path / name).read_text() == "new"
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o644
     assert (tmp_path / "cached").read_text() == "old"
@@ -71,7 +71,7 @@ def test_an_earlier_file_keeps_its_mode_and_is_never_open_to_more(tmp_path, mode
         replace_file(new, target)
 
     monkeypatch.setattr(files, "replace_file", look_first)
-    files.write_atomic(path, "new")
+    files.write_atomically(path, "new")
     assert modes == [mode] and path.stat().st_mode & 0o777 == mode
     assert path.read_text() == "new"
 
@@ -82,7 +82,7 @@ def test_a_pipe_is_written_into(tmp_path):
     contents = []
     reader = threading.Thread(target=lambda: contents.append(pipe.read_text()), daemon=True)
     reader.start()
-    files.write_atomic(pipe, "new")
+    files.write_atomically(pipe, "new")
     reader.join(10)
     assert contents == ["new"] and pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]

@@ -12,7 +12,7 @@ from made_pairs import batch_pairs, make_pair
 from made_scenes import write_model
 from reading import read_error
 
-from superglue_sift import Matcher, errors, load_model, mutual_matches, onnx, torch_compat
+from superglue_sift import Matcher, errors, find_mutual_matches, load_model, onnx, torch_compat
 from superglue_sift.features.extraction import extract_features
 from superglue_sift.features.features import TYPICAL_SCORE
 from superglue_sift.interop.convert import to_lightglue
@@ -47,7 +47,7 @@ def by_network(model):
     @torch.no_grad()
     def run(*pair):
         log_P = model(*batch_pairs([pair]))
-        matches0, scores0, matches1, scores1 = mutual_matches(log_P, 0.1)
+        matches0, scores0, matches1, scores1 = find_mutual_matches(log_P, 0.1)
         m, n = (len(features.keypoints) for features in pair)
         return matches0[:, :m], matches1[:, :n], scores0[:, :m], scores1[:, :n]
 

@@ -35,7 +35,7 @@ from ruamel.yaml import YAML
 
 from pipeline import params, presets
 from pipeline.errors import STOPPED
-from superglue_sift.files import write_atomic
+from superglue_sift.files import write_atomically
 from superglue_sift.network.weights import find_shipped_weights
 from superglue_sift.torch_compat import describe_missing_compiler
 
@@ -114,7 +114,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         log = out / f"{number:02d}-{part.name}.log"
         skipped = f"SKIP: {part.missing}" if part.missing else ""
         rows[part.name] = skipped or run_part(part, limit, log, small)
-        write_atomic(file, json.dumps(rows, indent=1) + "\n")
+        write_atomically(file, json.dumps(rows, indent=1) + "\n")
         print(f"{part.name}: {rows[part.name]}", flush=True)
         shutil.copytree(out, out / "back", ignore=LARGE, dirs_exist_ok=True)
     return int(any(line.startswith("FAILED") for line in rows.values()))
@@ -173,7 +173,7 @@ def write_preset(folder: Path, preset: str, changes: Dict[str, Any]) -> None:
     for name, value in changes.items():
         *path, key = name.split(".")
         functools.reduce(dict.get, path, tree)[key] = value
-    write_atomic(folder / "params.yaml", json.dumps(tree, indent=1))  # JSON is YAML, too.
+    write_atomically(folder / "params.yaml", json.dumps(tree, indent=1))  # JSON is YAML, too.
     params.load(folder / "params.yaml")
 
 

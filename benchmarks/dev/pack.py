@@ -20,7 +20,7 @@ from pipeline import errors
 from pipeline.errors import RequestError
 from superglue_sift.features.images import UPRIGHT, read_gray, reduce_image
 from superglue_sift.features.photo_folder import list_photos
-from superglue_sift.files import format_bytes, write_atomic
+from superglue_sift.files import format_bytes, write_atomically
 from superglue_sift.progress import Progress
 
 LONGEST = 640  # px of the longer side
@@ -40,7 +40,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     for path in Progress(photos, desc="pack", unit="images"):
         gray = reduce_image(read_gray(path, UPRIGHT), LONGEST)
         data = cv2.imencode(".webp", gray, [cv2.IMWRITE_WEBP_QUALITY, QUALITY])[1].tobytes()
-        write_atomic(args.out / f"{path.stem}.webp", data)
+        write_atomically(args.out / f"{path.stem}.webp", data)
         total += len(data)
     print(f"{args.out}: {len(photos)} photographs, {format_bytes(total)}")
     return 0

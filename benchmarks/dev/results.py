@@ -43,7 +43,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluate.metrics import name_metric
 from superglue_sift import Matcher, MatchResult
 from superglue_sift.features.images import read_gray
-from superglue_sift.files import write_atomic
+from superglue_sift.files import write_atomically
 from superglue_sift.geometry import two_view
 from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, RESIZE
 
@@ -141,8 +141,8 @@ class Bench:
         if done.returncode:
             raise RequestError(f"{name}: the command above ended with {done.returncode}")
         print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
-        write_atomic(folder / "printed", done.stdout)
-        write_atomic(receipt_file, json.dumps(receipt))
+        write_atomically(folder / "printed", done.stdout)
+        write_atomically(receipt_file, json.dumps(receipt))
         return folder
 
     def fetch(self, name: str, train: Path, held_out: Path, **evaluate: Any) -> Tuple[Path, Path]:
@@ -550,7 +550,7 @@ def replace_table(page: Path, name: str, content: str) -> None:
     end = f"<!-- end {name} -->"
     before, rest = text.split(begin)
     after = rest.split(end)[1]
-    write_atomic(page, f"{before}{begin}\n{content}\n{end}{after}")
+    write_atomically(page, f"{before}{begin}\n{content}\n{end}{after}")
 
 
 def read_origin(page: Path, name: str) -> str:

@@ -33,7 +33,7 @@ from pipeline.evaluate.metrics import (
     name_metric,
 )
 from superglue_sift import drawing
-from superglue_sift.files import write_atomic, write_json
+from superglue_sift.files import write_atomically, write_json
 
 SUMMARY = "summary.txt"
 TEXT = "report.txt"
@@ -399,7 +399,7 @@ def write_files(out: Path, results: Results, curves: Optional[Path] = None) -> N
         (out / folder).mkdir(parents=True)
     for name, frame in make_csv_tables(results).items():
         content = frame.map(round_number).to_csv(index=False, lineterminator="\n")
-        write_atomic(out / f"{name}.csv", content)
+        write_atomically(out / f"{name}.csv", content)
     for name, _, pixels in results.pictures:
         drawing.Picture(pixels).save(out / "pictures" / f"{name}.png")
     chart = charts.draw_precision_recall_chart(
@@ -408,11 +408,11 @@ def write_files(out: Path, results: Results, curves: Optional[Path] = None) -> N
         choose_recall_metric(results.table),
         charts.assign_colors(list_matchers(results)),
     )
-    write_atomic(out / "curves" / "precision_recall.svg", chart)
+    write_atomically(out / "curves" / "precision_recall.svg", chart)
     # Write the report as text and as a page.
-    write_atomic(out / SUMMARY, make_summary(results) + "\n")
-    write_atomic(out / TEXT, make_text(results) + "\n")
-    write_atomic(out / PAGE, render_page(results, chart, curves))
+    write_atomically(out / SUMMARY, make_summary(results) + "\n")
+    write_atomically(out / TEXT, make_text(results) + "\n")
+    write_atomically(out / PAGE, render_page(results, chart, curves))
 
 
 # --- the page

@@ -30,7 +30,7 @@ from pipeline.errors import RequestError
 from superglue_sift.features.extractors import SIFT, Extractor
 from superglue_sift.features.features import SIFT_DIM, Features
 from superglue_sift.features.sift import MIN_SCALE
-from superglue_sift.files import compute_file_sha256, read_json, write_atomic
+from superglue_sift.files import compute_file_sha256, read_json, write_atomically
 
 FORMAT = "superglue-sift-keypoints"
 VERSION = 2
@@ -170,7 +170,7 @@ def write_shard(path: Path, images: Sequence[ImageViews]) -> Row:
         },
         metadata={"format": TITLE},
     )
-    write_atomic(path, data)
+    write_atomically(path, data)
     return {
         "file": path.name,
         "images": [image.name for image in images],

@@ -28,7 +28,7 @@ NO_AUGMENTATION = -1  # The seed of a pair that is shown as it is stored
 # factors of the pairs that `zoom_far` selects.
 ZOOM = (1.5, 10.0)
 FAR_ZOOM = (5.0, 12.0)
-MAX_NEIGHBOURS = 8  # Largest number of views of other images around the shrunk one
+MAX_NEIGHBORS = 8  # Largest number of views of other images around the shrunk one
 MAX_BEYOND = 0.25  # Fraction of each side of the shrunk view that may lie outside the canvas
 
 # Numbers of separate streams of random numbers
@@ -156,7 +156,7 @@ def _rotate_view(view: View, degrees: float) -> View:
     size = features.image_size
     c = math.cos(math.radians(degrees))
     s = math.sin(math.radians(degrees))
-    # Find the smallest canvas (width, height) for the rotated view, and the shift of its centre.
+    # Find the smallest canvas (width, height) for the rotated view, and the shift of its center.
     R = np.array([[c, -s], [s, c]])
     canvas = np.ceil(np.abs(R) @ np.array(size, float) - 1e-9)
     shift = (canvas - 1) / 2 - R @ ((np.array(size) - 1) / 2)
@@ -185,7 +185,7 @@ def make_mosaic(
     """Shrink a view, and put it at a random position among other views that are shrunk alike.
 
     The canvas has the size of the view. Keypoints outside the canvas are dropped, and so are
-    keypoints that are too small for a detector. The others stay, ordered by falling rank.
+    keypoints that are too small for a detector. The others stay, ordered by descending rank.
     Descriptors and angles do not change. The ground truth needs the `cell` of the result, because
     its homography also maps points onto the other photographs.
 
@@ -204,21 +204,21 @@ def make_mosaic(
     cell = canvas / factor
     corner = rng.uniform(-MAX_BEYOND * cell, canvas - (1.0 - MAX_BEYOND) * cell)
     shrunk = [_shrink_keypoints(view, factor, min_scale, corner, cell)]
-    # Fill cells around it, up to MAX_NEIGHBOURS on the canvas, with views of other images.
+    # Fill cells around it, up to MAX_NEIGHBORS on the canvas, with views of other images.
     before, after = (
         np.ceil(np.maximum(space, 0) / cell) for space in (corner, canvas - corner - cell)
     )
     columns, rows = (range(-int(a), int(b) + 1) for a, b in zip(before, after))
-    neighbour_cells = [cell_xy for cell_xy in itertools.product(columns, rows) if cell_xy != (0, 0)]
-    for index in rng.permutation(len(neighbour_cells))[:MAX_NEIGHBOURS]:
+    neighbor_cells = [cell_xy for cell_xy in itertools.product(columns, rows) if cell_xy != (0, 0)]
+    for index in rng.permutation(len(neighbor_cells))[:MAX_NEIGHBORS]:
         other_view = draw_other_view(rng)
         if other_view is not None:
             shrunk.append(
                 _shrink_keypoints(
-                    other_view, factor, min_scale, corner + neighbour_cells[index] * cell, cell
+                    other_view, factor, min_scale, corner + neighbor_cells[index] * cell, cell
                 )
             )
-    # Keep the keypoints on the canvas, ordered by falling rank.
+    # Keep the keypoints on the canvas, ordered by descending rank.
     features = _join_features(shrunk)
     positions = features.keypoints
     is_inside = ((positions >= -0.5) & (positions <= canvas - 0.5)).all(axis=1)

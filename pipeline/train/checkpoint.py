@@ -28,7 +28,7 @@ from pipeline.errors import RESTARTS, RequestError, WorkError, read_environment_
 from pipeline.params import Params, TrainParams, flatten
 from pipeline.train.optimizer import collect_optimizer_tensors, restore_optimizer
 from superglue_sift import torch_compat
-from superglue_sift.files import compute_file_sha256, compute_json_digest, write_atomic
+from superglue_sift.files import compute_file_sha256, compute_json_digest, write_atomically
 from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
@@ -76,7 +76,7 @@ class TrainState:
     def compute_sha256(self) -> str:
         """Return the SHA-256 of all that the ranks have to share: weights, optimizer, counts.
 
-        The best weights are not included: they are a copy of weights that were compared before.
+        They leave out `best_weights`, which copies weights that were compared.
         """
         sha256 = hashlib.sha256(json.dumps(self.collect_info(), sort_keys=True).encode())
         for name, tensor in sorted(self.collect_tensors().items()):
@@ -260,7 +260,7 @@ def publish_best(folder: Path, out: Path) -> None:
     """Copy the best model in `folder`, with the files that describe it, to `out`."""
     best = folder / BEST
     for source in (provenance.get_photographs_path(best), best.with_suffix(".json"), best):
-        write_atomic(out / source.name, source.read_bytes())
+        write_atomically(out / source.name, source.read_bytes())
 
 
 def read_finished_best(folder: Path) -> Optional[Info]:

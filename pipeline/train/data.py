@@ -125,7 +125,7 @@ class PairBatch:
         return PairBatch(images0, images1, self.H_0to1[pairs], self.cells[pairs])
 
     def pad(self, pairs: int, keypoints: int) -> PairBatch:
-        """Return a batch that is padded to so many pairs, and to so many keypoints of each image.
+        """Return a batch padded to `pairs` pairs with `keypoints` keypoints of each image.
 
         The added pairs have no keypoints, and come last.
         """

@@ -30,7 +30,7 @@ from pipeline.train.checkpoint import (
     list_changed_keys,
     select_by_prefix,
 )
-from superglue_sift.files import write_atomic, write_csv, write_json
+from superglue_sift.files import write_atomically, write_csv, write_json
 from superglue_sift.progress import Progress
 
 Rows = List[Metrics]  # The points of a curve, each with its `step`
@@ -154,7 +154,7 @@ def draw_curves(path: Path, curves: Curves, best_step: int) -> None:
         figure.savefig(
             stream, format="svg", metadata={"Date": None}, bbox_inches="tight", transparent=True
         )
-    write_atomic(path, stream.getvalue())
+    write_atomically(path, stream.getvalue())
 
 
 # --- metrics and lines
@@ -308,7 +308,7 @@ class TrainingLog:
             line += f", {gain} from the best before"
         if self.context.is_main:
             self.bar.print_line(f"{line}; {self.baseline} %")
-        self._restart_clock()  # Validation is no training time
+        self._restart_clock()  # Validation does not count as training time
 
     def write_curves(self, best_step: int) -> None:
         """Write the curves so far, and their picture."""

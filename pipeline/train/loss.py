@@ -28,9 +28,9 @@ from pipeline.train.data import PairBatch, Sample, draw_validation_pairs, load_b
 from superglue_sift.features.nearest import match_nearest
 from superglue_sift.network.batch import choose_orientations, count_keypoints, normalize_descriptors
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth, find_true_matches
-from superglue_sift.network.superglue import SuperGlue, mutual_matches
+from superglue_sift.network.superglue import SuperGlue, find_mutual_matches
 
-# Mutual nearest keypoints closer than POSITIVE_PX are a true match. Keypoints without a neighbour
+# Mutual nearest keypoints closer than POSITIVE_PX are a true match. Keypoints without a neighbor
 # closer than NEGATIVE_PX are unmatched. In between SIFT's positions are too uncertain to teach
 # either.
 POSITIVE_PX = 3.0
@@ -135,7 +135,7 @@ class MatchingObjective(nn.Module):
         if not wait:
             total = total * torch.ones_like(total).masked_fill(~finite, math.nan)
         values = dict(zip(LOSSES, (total.detach(), positive, unmatched)))
-        # The size classes may have another order than the batch.
+        # The size classes may order the pairs differently from the batch.
         is_ordered = order == sorted(order)
         index = torch.tensor(order, dtype=torch.int64, device="cpu")
         positions = slice(len(batch)) if is_ordered else index.argsort()
@@ -209,7 +209,7 @@ class Validation:
     def compute_ratio_test_f1(self, objective: MatchingObjective) -> float:
         """Return the largest F1 of the ratio test on the same pairs: the baseline of a training.
 
-        All ranks call this together. Matches are mutual nearest neighbours, with the confidence
+        All ranks call this together. Matches are mutual nearest neighbors, with the confidence
         1 - nearest / second nearest distance (Lowe 2004). The largest F1 is over all ratios.
         """
         return find_best_f1(
@@ -294,7 +294,7 @@ def compute_network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums
     """
     log_P = objective.model(batch.images0, batch.images1)
     truth = find_truth(batch)
-    matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
+    matches0, scores0, _, _ = find_mutual_matches(log_P, threshold=0.0)
     losses = dict(zip(LOSSES, compute_assignment_losses(log_P, truth)))
     return {
         "pairs": np.array(len(batch)),

@@ -16,7 +16,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from pipeline import distributed, provenance
+from pipeline import distributed
 from pipeline.errors import RequestError
 from pipeline.params import RunParams, TrainParams
 from superglue_sift import torch_compat
@@ -118,7 +118,7 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
         return Muon(model, train.lr)
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9)
-    options: Any = torch_compat.fused_adam_options()
+    options: Any = torch_compat.get_fused_adam_options()
     return torch.optim.Adam(parameters, lr=train.lr, **options)
 
 
@@ -266,13 +266,6 @@ def detect_abilities(device: torch.device) -> Abilities:
     if capability >= AMPERE:
         return device.type, ("bfloat16", "float16", "float32"), reason
     return device.type, ("float16", "float32") if capability >= VOLTA else ("float32",), reason
-
-
-def get_device_name(device: torch.device) -> str:
-    """Return the model of a GPU or of the processor, on which rounding depends."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return provenance.read_processor()
 
 
 def choose_precision(precision: str, abilities: Sequence[Abilities]) -> Precision:

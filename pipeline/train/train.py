@@ -1,4 +1,4 @@
-"""Train SuperGlue on one rank. `train` tells it all, from the data to the published model."""
+"""Train SuperGlue on one rank. `train` is the whole story, from the data to the published model."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def train(  # noqa: C901, a story that is told at once
             "precision": precision,
             "processes": context.world_size,
             "code": code,
-            **provenance.pin(provenance.COMPUTING),
+            **provenance.get_release_versions(provenance.COMPUTING),
         }
         history = [{"step": 0, **computed_by}]
         if saved:

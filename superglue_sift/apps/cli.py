@@ -27,7 +27,7 @@ from superglue_sift.errors import Parser, RequestError, WorkError, import_extra
 from superglue_sift.features.extraction import ENLARGED_TO
 from superglue_sift.features.images import FRAMES
 from superglue_sift.features.photo_folder import check_masks, find_mask
-from superglue_sift.files import FileName, name_below, write_atomic
+from superglue_sift.files import FileName, name_below, write_atomically
 from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, RESIZE, Matcher
 from superglue_sift.network.weights import find_shipped_weights
 from superglue_sift.progress import Progress
@@ -92,7 +92,7 @@ def match_pair(args: argparse.Namespace) -> int:
     if args.json:
         names = {"image0": str(args.images[0]), "image1": str(args.images[1])}
         model = str(args.model or find_shipped_weights())
-        write_atomic(args.json, results.make_json(result, **names, model=model))
+        write_atomically(args.json, results.make_json(result, **names, model=model))
         print(f"written {args.json}")
     return 0
 

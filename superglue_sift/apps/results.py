@@ -20,7 +20,7 @@ import numpy as np
 
 from superglue_sift.apps.pairing import PICTURE_ENDING, PhotoPair
 from superglue_sift.apps.store import FeatureStore, read_npz
-from superglue_sift.files import write_atomic
+from superglue_sift.files import write_atomically
 from superglue_sift.match_result import REFINED, MatchResult
 from superglue_sift.matches import Matches
 
@@ -100,7 +100,7 @@ class PairFiles:
         for ending in (JSON_ENDING, PICTURE_ENDING):
             if self.get_path(pair, ending).exists():
                 self.write_extra_file(pair, result, ending)
-        write_atomic(path, make_npz(result, **self.describe(pair)))
+        write_atomically(path, make_npz(result, **self.describe(pair)))
 
     def write_extra_file(self, pair: PhotoPair, result: MatchResult, ending: str) -> None:
         """Write the JSON or the picture of a pair.
@@ -112,7 +112,7 @@ class PairFiles:
         """
         path = self.get_path(pair, ending)
         if ending == JSON_ENDING:
-            write_atomic(path, make_json(result, **self.describe(pair)))
+            write_atomically(path, make_json(result, **self.describe(pair)))
         else:
             images = (pair[0].path, pair[1].path)
             dataclasses.replace(result, images=images).show().save(path)

@@ -22,7 +22,7 @@ from superglue_sift.features.extractors import SIFT
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import decode_gray, read_bytes, reduce_image
 from superglue_sift.features.photo_folder import find_mask
-from superglue_sift.files import FileName, name_below, write_atomic
+from superglue_sift.files import FileName, name_below, write_atomically
 from superglue_sift.matcher import Matcher
 
 MAX_FEATURES = 256  # Number of photographs whose features stay in memory
@@ -131,7 +131,7 @@ class FeatureStore:
         # A file has no pixels, since they would take most of its space.
         buffer = io.BytesIO()
         np.savez(buffer, **{name: getattr(features, name) for name in ARRAYS})
-        write_atomic(path, buffer.getvalue())
+        write_atomically(path, buffer.getvalue())
         return features._replace(gray=None, image=None)
 
     def _read(self, photo: PhotoFile) -> Tuple[bytes, Optional[Path]]:

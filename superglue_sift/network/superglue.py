@@ -134,7 +134,7 @@ class SuperGlue(nn.Module):
             ...     features = Features.of(*geometry, descriptors, gray.shape[1::-1])
             ...     images.append(make_batch([features]))
             >>> log_P = SuperGlue().eval()(*images)
-            >>> matches0, scores0, matches1, scores1 = mutual_matches(log_P)
+            >>> matches0, scores0, matches1, scores1 = find_mutual_matches(log_P)
             >>> is_matched = matches0[0] >= 0
             >>> points0 = images[0].keypoints[0, is_matched]
             >>> points1 = images[1].keypoints[0, matches0[0, is_matched]]
@@ -531,7 +531,7 @@ def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
 # Section 5: matches of an assignment
 
 
-def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, ...]:
+def find_mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, ...]:
     """Find mutual best matches with a probability above `threshold` (section 5).
 
     Args:
@@ -547,7 +547,7 @@ def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, ...]:
         There are two keypoints in each image. The second of image 0 belongs in the dustbin.
 
         >>> P = torch.tensor([[[0.9, 0.0, 0.1], [0.0, 0.3, 0.7], [0.1, 0.7, 0.0]]])
-        >>> matches0, scores0, _, _ = mutual_matches(P.log(), threshold=0.5)
+        >>> matches0, scores0, _, _ = find_mutual_matches(P.log(), threshold=0.5)
         >>> matches0
         tensor([[ 0, -1]])
         >>> scores0
@@ -609,7 +609,7 @@ def match_pairs(
     matches: Dict[int, Matches] = {}
     for group, log_P in zip(groups, model.assign(batches)[0]):
         # Keep every mutual match, since callers apply their own thresholds.
-        matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
+        matches0, scores0, _, _ = find_mutual_matches(log_P, threshold=0.0)
         rows = zip(matches0.cpu().numpy(), scores0.cpu().numpy())
         matches.update((i, Matches.from_dense(*row)) for i, row in zip(group, rows))
     return [matches[i].renumber(*selected[i]) for i in range(len(pairs))]

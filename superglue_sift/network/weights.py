@@ -20,7 +20,7 @@ from safetensors.numpy import save
 from torch import Tensor, nn
 
 from superglue_sift.errors import RequestError
-from superglue_sift.files import FileName, write_atomic
+from superglue_sift.files import FileName, write_atomically
 from superglue_sift.network.perceptron import TokenBatchNorm
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
@@ -74,8 +74,8 @@ def save_model_file(path: FileName, tensors: Mapping[str, Tensor], info: Mapping
     path = Path(path)
     text = json.dumps(info, indent=2, sort_keys=True) + "\n"
     # The model is written last, so that a model never lacks its description.
-    write_atomic(path.with_suffix(".json"), text)
-    write_atomic(path, encode_model_file(tensors, info))
+    write_atomically(path.with_suffix(".json"), text)
+    write_atomically(path, encode_model_file(tensors, info))
 
 
 def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:

@@ -123,7 +123,7 @@ def describe_processor():
 
 
 def versions():
-    return provenance.pin((*provenance.COMPUTING, "pillow", "scikit-image"))
+    return provenance.get_release_versions((*provenance.COMPUTING, "pillow", "scikit-image"))
 
 
 @pytest.fixture(scope="module")

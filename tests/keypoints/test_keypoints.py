@@ -256,14 +256,14 @@ def test_a_missing_manifest_is_named(tmp_path, root):
 def test_a_full_disk_is_reported_and_finished_shards_are_kept(
     stage, pictures, tmp_path, monkeypatch, capsys
 ):
-    write = store.write_atomic
+    write = store.write_atomically
 
     def full(path, data):
         if path.name == "shard-00001.safetensors":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(path, data)
 
-    monkeypatch.setattr(store, "write_atomic", full)
+    monkeypatch.setattr(store, "write_atomically", full)
     assert errors.run(lambda _: stage(pictures)) == 1
     assert f"{tmp_path}/kp/train/shard-00001" in capsys.readouterr().err
     assert (tmp_path / "kp/train/shard-00000.safetensors").exists()

@@ -26,7 +26,7 @@ from superglue_sift.features.features import TYPICAL_SCORE, Features
 from superglue_sift.network import batch as batches
 from superglue_sift.network import perceptron, superglue
 from superglue_sift.network.batch import Images, group_pairs
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, find_mutual_matches
 from superglue_sift.network.weights import fuse_for_inference
 
 pytestmark = pytest.mark.cu111
@@ -104,13 +104,13 @@ def test_a_pair_is_the_same_alone_and_in_any_batch(norm):
 
 def test_matches_are_mutual_and_above_the_threshold():
     P = torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.05, 0.1], [0.0, 0.15, 0.1], [0.1, 0.7, 0.8]])
-    matches0, scores0, matches1, _ = mutual_matches(P.log()[None], threshold=0.2)
+    matches0, scores0, matches1, _ = find_mutual_matches(P.log()[None], threshold=0.2)
     # row 1 prefers column 0, which prefers row 0; row 2's best is below the threshold
     assert matches0.tolist() == [[0, -1, -1]]
     assert matches1.tolist() == [[0, -1]]
     assert scores0[0, 0] == pytest.approx(0.9)
     # a match exceeds the threshold
-    assert mutual_matches(P.log()[None], float(scores0[0, 0]))[0].tolist() == [[-1, -1, -1]]
+    assert find_mutual_matches(P.log()[None], float(scores0[0, 0]))[0].tolist() == [[-1, -1, -1]]
 
 
 @torch.no_grad()
@@ -217,7 +217,7 @@ def test_an_untrained_network_is_a_nearest_neighbor_matcher():
     features = make_features(rng, 30)
     order = rng.permutation(30)
     images = batch_pairs([(features, features.select(order))])
-    matches0 = mutual_matches(SuperGlue(SuperGlueConfig(layers=1)).eval()(*images))[0]
+    matches0 = find_mutual_matches(SuperGlue(SuperGlueConfig(layers=1)).eval()(*images))[0]
     assert np.array_equal(order[matches0[0].numpy()], np.arange(30))
 
 

@@ -160,7 +160,7 @@ def test_a_step_reads_nothing_back(make_params, monkeypatch, optimizer, scaled):
     """float16's scaler, too, knows from the norm of the gradient whether the step is applied."""
     train = make_params("train", optimizer=optimizer)
     monkeypatch.setattr(
-        torch_compat, "fused_adam_options", dict
+        torch_compat, "get_fused_adam_options", dict
     )  # the fused kernel does not know `meta`
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     totals = step_on_meta(lambda model: make_optimizer(train, model), scaler)
