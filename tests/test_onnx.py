@@ -170,7 +170,7 @@ def test_colmaps_file_matches_as_the_matcher(sides, is_large_portrait):
         sides = [
             side._replace(
                 keypoints=4 * side.keypoints[:, ::-1],
-                scales=4 * side.scales,
+                scales=8 * side.scales,
                 image_size=(4 * side.image_size[1], 4 * side.image_size[0]),
             )
             for side in sides

@@ -3,6 +3,7 @@
 import cv2
 import numpy as np
 import pytest
+import torch
 from made_scenes import IDENTITY, MILD, map_to_photograph
 
 from superglue_sift import Matcher
@@ -170,3 +171,21 @@ def test_in_images_without_room_for_a_patch_matches_keep_their_positions(shape, 
     refined1, deviations, correlations = refine((image, image), (points, points), sizes)
     np.testing.assert_array_equal(refined1, points.astype(np.float32))
     assert np.isnan(deviations).all() and correlations.shape == (count,)
+
+
+@pytest.mark.parametrize("blur", [1.0, 3.0])
+def test_with_added_blur_the_covariance_sums_over_all_pairs_of_samples(blur):
+    """Residuals at a distance d correlate by exp(-d^2 / (4 s^2)). The mean square residual is 2 - 2
+    times the correlation.
+    """
+    _, inner, weight = refinement.make_patch_offsets("cpu")
+    patch = np.random.default_rng(0).uniform(0, 255, (refinement.SIDE + 2,) * 2)
+    samples = torch.from_numpy(cv2.GaussianBlur(patch, (0, 0), 2.0)).float().reshape(1, -1)
+    template = refinement.Template(samples, weight)
+    squared_distances = ((inner[:, None] - inner) ** 2).sum(2)
+    alike = torch.exp(-squared_distances / (4 * (refinement.SMOOTHING_PX**2 + blur**2)))
+    pull = template.inverse[0] @ template.rows[0, :2]  # the shift per residual of each sample
+    independent = 1 - weight @ alike @ weight
+    variance = (2 - 2 * 0.9) * (pull @ alike @ pull.T) / independent
+    deviation = template.compute_deviation(torch.tensor([0.9]), blur)
+    assert deviation.item() == pytest.approx(float(variance.trace() / 2) ** 0.5, rel=1e-3)

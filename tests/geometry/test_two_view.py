@@ -192,3 +192,18 @@ def test_significance_is_the_bound_of_the_binomial_tail():
 def test_a_model_of_few_matches_or_of_chance_is_not_supported(count, inlier_count, supported):
     inliers = np.arange(count) < inlier_count
     assert two_view.is_supported(inliers, 3.0, (1024, 768), 4, is_line=False) is supported
+
+
+@pytest.mark.parametrize(
+    "limit_px, is_line, supported",
+    [(2.0, False, True), (10.0, False, False), (0.25, True, True), (10.0, True, False)],
+)
+def test_half_of_the_matches_are_support_only_in_a_small_part_of_the_image(
+    limit_px, is_line, supported
+):
+    """A disk of 10 px has 31 % of an image of 100x100 px, and a band along a line 28 %.
+
+    A disk of 2 px has 0.1 %, and a band of 0.25 px 0.7 %.
+    """
+    inliers = np.arange(20) < 10
+    assert two_view.is_supported(inliers, limit_px, (100, 100), 4, is_line) is supported

@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import cv2
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -164,3 +165,38 @@ def test_an_image_too_long_for_opencv_is_bad():
     views.require_size("a.png", (32_766, 600), (320, 240))
     with pytest.raises(BadImage, match="36000"):
         views.require_size("a.png", (36_000, 600), (320, 240))
+
+
+def test_the_strength_of_views_grows_in_equal_steps_to_1(photo, make_params):
+    keys = {"views_per_image": 4, "difficulty_first": 0.2, "smallest": 1.0}
+    settings = make_params("keypoints", **keys)
+    made = views.make_image_views(photo, "a", settings)
+    for index, strength in ((1, 0.2), (2, 0.6), (3, 1.0)):
+        rng = make_generator(settings.seed, "a", index)
+        sizes = photo.shape[::-1], (settings.width, settings.height)
+        H = sample_view(rng, *sizes, settings.views.homography, strength)
+        np.testing.assert_allclose(made.homographies[index], H)
+
+
+@pytest.mark.parametrize("scale, is_reduced", [(0.8, False), (0.6, True)])
+def test_only_views_below_0_7_px_per_pixel_are_reduced_first(photo, scale, is_reduced):
+    H = np.diag([scale, scale, 1.0])
+    size = int(scale * photo.shape[1]), int(scale * photo.shape[0])
+    warped = cv2.warpPerspective(photo, H, size, None, cv2.INTER_LINEAR, cv2.BORDER_REPLICATE)
+    assert np.array_equal(views.render(photo, H, size), warped) != is_reduced
+
+
+def test_the_mask_of_a_view_has_sharp_edges(photo, make_params, monkeypatch):
+    """It has no gray pixel, which would count as visible."""
+    masks = []
+    extract = views.extractors.load_extractor("sift")
+
+    def keep_mask(view, max_keypoints, mask):
+        masks.append(mask)
+        return extract(view, max_keypoints, mask)
+
+    monkeypatch.setattr(views.extractors, "load_extractor", lambda _: keep_mask)
+    mask = np.zeros_like(photo)
+    mask[100:300, 150:450] = 255
+    views.make_image_views(photo, "a", make_params("keypoints"), mask)
+    assert set(np.unique(masks)) == {0, 255}
