@@ -259,7 +259,7 @@ class TestWhatMayChange:
 
     def test_changes_of_versions_and_code_are_printed(self, request_of, output_of, monkeypatch):
         interrupt(request_of("run"), monkeypatch, step=2)
-        monkeypatch.setattr(provenance, "pin", lambda names: {"torch": "9.0"})
+        monkeypatch.setattr(provenance, "get_release_versions", lambda names: {"torch": "9.0"})
         change_code(monkeypatch)
         lines = output_of("run").splitlines()
         assert "resuming at step 2 of 6" in lines
