@@ -89,7 +89,11 @@ def call_before_step(monkeypatch, function):
 
 def stop_after(monkeypatch, step):
     """Send SIGTERM to this process during the step that ends with this number."""
-    stop = lambda begun: os.kill(os.getpid(), signal.SIGTERM) if begun == step - 1 else None  # noqa: E731
+
+    def stop(begun):
+        if begun == step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     call_before_step(monkeypatch, stop)
 
 
