@@ -19,7 +19,7 @@ from pipeline.errors import RequestError
 from pipeline.keypoints.store import KeypointStore, View
 from pipeline.params import Augmentation
 from pipeline.train import data
-from pipeline.train.augmentation import NO_AUGMENTATION, make_mosaic
+from pipeline.train.augmentation import NO_AUGMENTATION, choose_second_image, make_mosaic
 from pipeline.train.data import (
     Sample,
     draw_training_pairs,
@@ -146,6 +146,11 @@ class TestAugmentation:
         truth = find_truth(turned)
         is_matched = plain.matches0 >= 0
         assert torch.equal(truth.matches0[is_matched], plain.matches0[is_matched])
+
+    def test_the_second_image_of_a_negative_pair_is_any_other_one(self):
+        augmentation = Augmentation(negatives=1.0)
+        images = {choose_second_image(augmentation, 3, 5, seed) for seed in range(100)}
+        assert images == {0, 1, 2, 4}
 
     def test_pairs_of_different_images_have_no_match(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(8)]
