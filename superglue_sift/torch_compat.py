@@ -81,6 +81,8 @@ def describe_missing_compiler(device_type: str) -> str:
     if not can_compile():
         return "this torch has no compiler"
     on_gpu = device_type == "cuda"
+    if " " in torch.__file__ and not on_gpu:
+        return "torch is in a folder whose path has a space, where its compiler cannot link"
     names = ("cc", "gcc", "clang") if on_gpu else ("g++", "clang++")
     compiler = os.environ.get("CC" if on_gpu else "CXX", names[0])
     if any(shutil.which(name) for name in (compiler, *names)):

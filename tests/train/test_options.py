@@ -20,7 +20,7 @@ from pipeline.train.data import draw_training_pairs, load_batch
 from pipeline.train.loss import MatchingObjective
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import load_model_file
-from superglue_sift.torch_compat import can_compile
+from superglue_sift.torch_compat import describe_missing_compiler
 
 
 @pytest.fixture
@@ -150,8 +150,9 @@ def test_deterministic_turns_deterministic_algorithms_on(bench):
 
 @pytest.mark.slow
 def test_compiled_layers_compute_the_same(bench, batch):
-    if not can_compile() or not shutil.which("g++"):
-        pytest.skip("needs torch 2 and a C++ compiler")
+    missing = describe_missing_compiler("cpu")
+    if missing:
+        pytest.skip(missing)
     losses = {}
     for compiled in (False, True):
         objective = build(bench, compile=compiled)[0]
