@@ -9,6 +9,7 @@ before the first stage runs.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Dict, List, Literal, Mapping, Sequence
@@ -30,9 +31,9 @@ KeypointCount = Annotated[int, Field(ge=1, le=16384)]
 
 
 class Section(BaseModel):
-    """Base of all sections: no unknown keys, immutable."""
+    """Base of all sections: strict types, no unknown keys, immutable."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 # Keys that choose among the user's own images
@@ -340,7 +341,9 @@ def parse(tree: Any, origin: str) -> Params:
         RequestError: If keys or values are wrong. The line has pydantic's message for each key.
     """
     try:
-        return Params.model_validate(_add_views(tree) if isinstance(tree, dict) else tree)
+        full = _add_views(tree) if isinstance(tree, dict) else tree
+        # Strict mode takes a mapping for the dataclass Architecture only from JSON.
+        return Params.model_validate_json(json.dumps(full, default=str))
     except ValidationError as error:
         text = "; ".join(map(_describe_error, error.errors()))
         raise RequestError(f"{origin}: {' '.join(text.split())}") from None  # Keys may have breaks

@@ -32,7 +32,9 @@ def tree():
     [
         # a limit, a type, a choice, a pattern
         ({"train.lr": -1}, "train.lr"),
-        ({"train.model.layers": "few"}, "train.model.layers"),
+        ({"train.lr": "1e-4"}, "train.lr"),
+        ({"train.batch": True}, "train.batch"),
+        ({"train.model.layers": 3.0}, "train.model.layers"),
         ({"train.model.norm": "group"}, "train.model.norm"),
         ({"keypoints.extractor": "../x"}, "keypoints.extractor"),
         # keys of one section, and of two, that do not fit each other
