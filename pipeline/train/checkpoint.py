@@ -400,8 +400,9 @@ def find_start(
     new_folder = _name_folder(out, name, number + 1)
     if context.is_main and not begins_again:
         print(
-            f"{folder}: finished, with other code than now. Training again in {new_folder}. To keep"
-            " the model, stop, and type `dvc checkout --force` and `dvc commit -f train`"
+            f"{folder}: finished, and no checkpoint of it is of this code. Training again in"
+            f" {new_folder}. To keep the model, stop, and type `dvc checkout --force` and"
+            " `dvc commit -f train`"
         )
     return new_folder, None, False
 

@@ -293,10 +293,9 @@ def train(  # noqa: C901, a story that is told at once
         bar.close()
 
         # --- the end
-        prints = context.is_main or context.is_first_of_node
         if not is_last:
             reports.write_curves(state.best_step)
-            if prints:
+            if context.is_first_of_node:
                 without = " without --fresh" if fresh else ""
                 print(
                     f"stopped at step {state.step}; the same command{without} resumes there",
@@ -321,7 +320,7 @@ def train(  # noqa: C901, a story that is told at once
                     f"validation kept the weights of {options.init_from}: training on these images"
                     " did not raise their F1"
                 )
-        elif prints:
+        elif context.is_first_of_node:
             print(f"trained to step {options.steps}; rank 0 prints the metrics")
         return 0
 
