@@ -284,7 +284,8 @@ class Run:
             if name != "step" and not math.isnan(value)
             if row["step"] > self._last_steps.get(f"{prefix}/{name}", -1)
         ]
-        self._client.log_batch(self._run_id, metrics)
+        if metrics:
+            self._client.log_batch(self._run_id, metrics)
         self._next_point += len(points)
         if not is_last:
             return
