@@ -236,25 +236,24 @@ def make_robustness_table(
 
 def evaluate_coco(bench: Bench) -> Path:
     """Evaluate the network alone on views of COCO's held-out photographs, also disturbed ones."""
-    train = bench.find("coco/train")
-    held_out = bench.find("coco/val")
-    file, images = bench.fetch("coco", train, held_out, **VIEWS)
-    return bench.run(
-        "coco/report", "pipeline.evaluate", "--params", file, "--images", images, "--bound",
-        "--robustness", 12, "--out", "{out}",
-    )  # fmt: skip
+    return evaluate_views(bench, "coco/report", "--robustness", 12)
 
 
 def evaluate_users(bench: Bench) -> Path:
     """Evaluate the same views, matched as `superglue-match` does by default."""
+    return evaluate_views(
+        bench, "users", "--max-keypoints", MAX_KEYPOINTS, "--network-keypoints", NETWORK_KEYPOINTS,
+        "--resize", RESIZE,
+    )  # fmt: skip
+
+
+def evaluate_views(bench: Bench, name: str, *options: Any) -> Path:
+    """Evaluate views of COCO's held-out photographs. The results are in the folder `name`."""
     train = bench.find("coco/train")
     held_out = bench.find("coco/val")
     file, images = bench.fetch("coco", train, held_out, **VIEWS)
-    return bench.run(
-        "users", "pipeline.evaluate", "--params", file, "--images", images, "--bound",
-        "--max-keypoints", MAX_KEYPOINTS, "--network-keypoints", NETWORK_KEYPOINTS,
-        "--resize", RESIZE, "--out", "{out}",
-    )  # fmt: skip
+    words = "--params", file, "--images", images, "--bound", *options, "--out", "{out}"
+    return bench.run(name, "pipeline.evaluate", *words)
 
 
 def evaluate_oxford(bench: Bench, *options: Any) -> Path:

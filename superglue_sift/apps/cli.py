@@ -350,8 +350,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--network-keypoints", metavar="N", type=int, help=network_help)
     resize_help = (
         f"longer side in px to which images are reduced (default {RESIZE}, with --scene"
-        f" {scene.RESIZE}); those"
-        f" below {ENLARGED_TO} are enlarged; 0 does neither"
+        f" {scene.RESIZE}); those below {ENLARGED_TO} are enlarged; 0 does neither"
     )
     group.add_argument("--resize", metavar="PX", type=int, help=resize_help)
     scene_help = "photographs of one place: verify each pair, and add guided matches"
