@@ -59,7 +59,8 @@ class TrainState:
         best_weights: weights of that validation, in the memory of the host.
         average: mean of the weights of the last steps.
         averaged: number of steps in `average`.
-        skipped: number of steps that were not applied because the gradient was not finite.
+        skipped: number of steps that were not applied because the gradient was not finite, without
+            those in which GradScaler only lowered its scale.
     """
 
     model: SuperGlue
@@ -76,7 +77,8 @@ class TrainState:
     def compute_sha256(self) -> str:
         """Return the SHA-256 of all that the ranks have to share: weights, optimizer, counts.
 
-        They leave out `best_weights`, which copies weights that were compared.
+        The state of the random generator is left out, and so is `best_weights`, which has weights
+        that were compared before.
         """
         sha256 = hashlib.sha256(json.dumps(self.collect_info(), sort_keys=True).encode())
         for name, tensor in sorted(self.collect_tensors().items()):

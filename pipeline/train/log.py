@@ -180,7 +180,9 @@ def write_metrics(reports: Path, best: Info) -> None:
 
 
 def describe_precision(reason: str, history: Sequence[Info]) -> str:
-    """Return why a precision was chosen, which promises no bytes that a change may have altered.
+    """Return why a precision was chosen.
+
+    After a change on resume, the same bytes are no longer promised.
 
     Args:
         reason: the reason of `choose_precision`.
@@ -240,8 +242,8 @@ class TrainingLog:
         for kind, rows in self.curves.items():
             run.log_points(kind, rows)
         # The sums of the next point. Ranks add theirs, so the others begin at 0.
-        window = saved[1]["log_window"] if saved else {}
-        self.sums: Metrics = dict(window) if context.is_main else dict.fromkeys(window, 0.0)
+        unlogged = saved[1]["unlogged_sums"] if saved else {}
+        self.sums: Metrics = dict(unlogged) if context.is_main else dict.fromkeys(unlogged, 0.0)
         self._validation = ""
         self._restart_clock()
 

@@ -24,9 +24,11 @@ from pipeline.train.step import train_step
 from superglue_sift.progress import Progress
 
 MAX_SKIPPED = 20  # More steps without a finite gradient mean that the training diverges
-# Smallest number of photographs to choose a threshold from. With fewer, noise would choose it, and
-# the threshold of the initial weights is taken.
+# Smallest number of photographs to choose a threshold from. With fewer, noise would choose it. A
+# training that began as exactly the model of `init_from` then keeps the threshold of that model.
 MIN_IMAGES = 16
+# What decides the weights beside the parameters, and is published with them
+PUBLISHED = ("data", "initial_weights", "world_size")
 
 
 class Folders(NamedTuple):
@@ -43,7 +45,7 @@ class Folders(NamedTuple):
     reports: Path
 
 
-def train(  # noqa: C901, a story that is told at once
+def train(  # noqa: C901, a story that is told in one piece
     params: Params,
     folders: Folders,
     stop: workers.Stop,
@@ -59,12 +61,13 @@ def train(  # noqa: C901, a story that is told at once
         folders: what is read and written.
         stop: the request to stop, which a signal makes.
         fresh: whether to begin again although there is a training with these parameters and data.
-        continued: the folder of a training to begin from, with another schedule, or None.
+        continued: the folder of a training to begin from, with another schedule, or None. It counts
+            only until this training has a checkpoint of its own.
         verify: "all" to check every shard of the keypoints, or "sample".
         preset: the name of the preset, for the name of the run in MLflow.
 
     Returns:
-        The exit code: 0, or 143 after a signal.
+        The exit code: 0 at the last step, or 143 if a signal stopped the training before.
 
     Raises:
         RequestError: If the request does not fit the data, a checkpoint or the other ranks, or if
@@ -79,25 +82,28 @@ def train(  # noqa: C901, a story that is told at once
         fingerprint = checkpoint.make_fingerprint(
             params, store.digest, validation.digest, context.world_size
         )
-        name = checkpoint.name_training(fingerprint)
+        training_name = checkpoint.name_training(fingerprint)
         code = provenance.compute_code_digest("train")
         checkpoint.check_ranks_agree({**fingerprint, **run.model_dump(), "code": code}, context)
 
         # --- where it starts
+        # After a fault, the processes from before may hold the lock for some seconds.
         patience = distributed.START_SECONDS if checkpoint.is_restart() else 0
         stack.enter_context(distributed.lock_folder(folders.out, context, patience))
-        folder, saved, is_finished = checkpoint.find_start(folders.out, name, code, fresh, context)
+        folder, saved, is_finished = checkpoint.find_start(
+            folders.out, training_name, code, fresh, context
+        )
         if is_finished:
             if context.is_main:
-                publish_finished(folder, folders, name)
+                publish_finished(folder, folders, training_name)
             return 0
         if saved is None and continued:
             saved = checkpoint.load_to_continue(continued, fingerprint)
         if context.is_first_of_node:
-            # The folder is made before the first checkpoint, so that a restart finds it.
+            # A restart after a fault finds this folder, and does not begin again with --fresh.
             folder.mkdir(parents=True, exist_ok=True)
             if saved and not checkpoint.get_path(folder, saved[1]["step"]).is_file():
-                # The checkpoint is one of another training, or of another node.
+                # The checkpoint is of another training or node, and a node resumes from its own.
                 checkpoint.save(folder, saved[1]["step"], *saved)
 
         # --- the network, its initial weights, and what trains it
@@ -114,6 +120,7 @@ def train(  # noqa: C901, a story that is told at once
         objective, ddp_objective, state = build.build_objective_and_state(
             model, options, run, context, precision
         )
+        # `build_objective_and_state` froze the parameters of `train.freeze`.
         frozen = sorted(n for n, p in model.named_parameters() if not p.requires_grad)
         messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
         baseline = validation.compute_ratio_test_f1(objective)  # The F1 to beat
@@ -137,12 +144,11 @@ def train(  # noqa: C901, a story that is told at once
 
         def publish(finished: bool = False) -> Info:
             """Save and publish the best weights so far, and return their description."""
-            # Describe only what is the same in every run, so that the file has the same bytes.
+            # Equal runs write the same bytes, so there is no time, host or path in it.
             threshold = state.best_metrics["threshold"]
             images = {sample.image for sample in validation.samples}
             if len(images) < MIN_IMAGES and initial_threshold is not None:
                 threshold = initial_threshold
-            decided = {"data", "initial_weights", "world_size"}
             info = {
                 "model": model.config.to_dict(),
                 "step": state.best_step,
@@ -151,13 +157,13 @@ def train(  # noqa: C901, a story that is told at once
                 "match_threshold": threshold,
                 "skipped_steps": state.skipped,
                 "finished": finished,
-                "training": name,
+                "training": training_name,
                 "versions": checkpoint.list_package_versions(history),
                 "train": checkpoint.describe_parameters(options),
                 provenance.PHOTOGRAPHS_KEY: provenance.compute_photographs_digest(
                     photographs or ()
                 ),
-                **{key: value for key, value in fingerprint.items() if key in decided},
+                **{key: value for key, value in fingerprint.items() if key in PUBLISHED},
             }
             if context.is_first_of_node:
                 checkpoint.save_best(folder, state.best_weights, info, photographs)
@@ -165,8 +171,7 @@ def train(  # noqa: C901, a story that is told at once
             return info
 
         # --- the reports
-        pairs = build.count_pairs_per_step(options, run, context.world_size)
-        batches = StepBatches(options, run, store, pairs, context)
+        pairs_per_step = build.count_pairs_per_step(options, run, context.world_size)
         device = context.device.type
         mlflow_run = stack.enter_context(
             tracking.open_run(
@@ -174,14 +179,14 @@ def train(  # noqa: C901, a story that is told at once
                 {**params.model_dump(), "world_size": context.world_size},
                 tags={
                     "device": device,
-                    "training": name,
+                    "training": training_name,
                     "preset": preset,
                     "precision": precision,
                     "data": store.digest,
                 },
                 resume=state.step > 0,
                 enabled=context.is_main,  # Only rank 0 has a run in MLflow
-                training=name,
+                training=training_name,
                 name=" ".join(filter(None, dict.fromkeys((preset, name_data(params.fetch))))),
             )
         )
@@ -189,11 +194,11 @@ def train(  # noqa: C901, a story that is told at once
             weights = sum(p.numel() for p in model.parameters())
             print(
                 f"training {weights / 1e6:.2f} M weights on {len(store)} images of"
-                f" {store.views_per_image} views, {pairs} pairs a step,"
+                f" {store.views_per_image} views, {pairs_per_step} pairs a step,"
                 f" {context.world_size} process(es) on {device}"
             )
-            reason = log.describe_precision(reason, history)
-            print(f"precision: {precision} ({reason})", *messages, *data_messages, sep="\n")
+            described = log.describe_precision(reason, history)
+            print(f"precision: {precision} ({described})", *messages, *data_messages, sep="\n")
         elif context.is_first_of_node:
             print(
                 f"rank {context.rank} of {context.world_size} trains from step {state.step} of"
@@ -209,7 +214,9 @@ def train(  # noqa: C901, a story that is told at once
                 disable=not context.is_main,
             )
         )
-        reports = TrainingLog(folders.reports, mlflow_run, bar, context, pairs, baseline, saved)
+        reports = TrainingLog(
+            folders.reports, mlflow_run, bar, context, pairs_per_step, baseline, saved
+        )
         # The published files may belong to another training.
         if state.best_weights:
             publish()
@@ -217,36 +224,40 @@ def train(  # noqa: C901, a story that is told at once
             reports.write_curves(state.best_step)
 
         # --- the loop: validate, save, step
-        first_step = state.step
+        start_step = state.step
         save_every = run.save_every or options.val_every
+        batches = StepBatches(options, run, store, pairs_per_step, context)
         loader = stack.enter_context(
-            contextlib.closing(batches.prefetch(range(first_step, options.steps)))
+            contextlib.closing(batches.prefetch(range(start_step, options.steps)))
         )
         while True:
             is_last = state.step == options.steps
             stops = distributed.is_true_on_any_rank(stop.requested)
-            # The curve begins at the initial weights. A checkpoint may have the point of its step.
+            # Step 0 is validated, too. A checkpoint may have the point of its step already.
             validates = is_last or state.step % options.val_every == 0
             validates = validates and state.step > reports.get_validated_step()
-            is_due = state.step > first_step and state.step % save_every == 0
+            is_due = state.step > start_step and state.step % save_every == 0
             saves = is_last or stops or is_due
             if validates or saves:
                 checkpoint.check_replicas(state, context)
 
-            # Validate the weights that would be shipped: the mean of the last steps, or the current
-            # ones. The weights of step 0 may stay the best if they are the model of `init_from`.
+            # Validate the weights that would be shipped: the mean of the last `train.average`
+            # steps, or the current weights as long as `state.average` is empty. Step 0 can be the
+            # best only if it has exactly the model of `init_from`.
             if validates:
                 metrics = compute_metrics_of(state.average, objective, validation)
                 metrics = {**metrics, "f1_ratio_test": baseline}
                 is_untrained = state.step == 0 and not starts_as_initial_model
+                # This line compares with the best so far, so it comes before `keep_if_best`.
                 reports.log_validation(state, metrics, is_untrained)
                 if not is_untrained and state.keep_if_best(metrics):
                     publish()
                 reports.write_curves(state.best_step)
 
-            # The checkpoint has the F1 of its step, and the sums of the next point of the curves.
+            # After the validation, so that the checkpoint has its point and the best weights. The
+            # sums of steps that have no point yet are in it, too.
             if saves:
-                window = distributed.sum_over_ranks(reports.sums)
+                unlogged_sums = distributed.sum_over_ranks(reports.sums)
                 if context.is_first_of_node:
                     columns, curves = log.pack_curves(reports.curves)
                     info = {
@@ -254,9 +265,10 @@ def train(  # noqa: C901, a story that is told at once
                         "columns": columns,
                         "fingerprint": fingerprint,
                         "history": history,
-                        "log_window": window,
+                        "unlogged_sums": unlogged_sums,
                     }
                     checkpoint.save(folder, state.step, {**state.collect_tensors(), **curves}, info)
+                # torchrun ends all ranks when one was stopped, so each waits for those that write.
                 distributed.barrier()
             if is_last or stops:
                 break
@@ -273,7 +285,7 @@ def train(  # noqa: C901, a story that is told at once
                 state.optimizer,
                 state.scaler,
                 micro_batches,
-                pairs,
+                pairs_per_step,
                 context.world_size,
             )
             if not math.isfinite(grad_norm):
@@ -294,6 +306,7 @@ def train(  # noqa: C901, a story that is told at once
 
         # --- the end
         if not is_last:
+            # After the last step, the validation has written the curves.
             reports.write_curves(state.best_step)
             if context.is_first_of_node:
                 without = " without --fresh" if fresh else ""
@@ -348,7 +361,7 @@ class TrainingData(NamedTuple):
 def open_data(
     params: Params, keypoints: Path, verify: str, context: distributed.Context
 ) -> TrainingData:
-    """Open the stores of keypoints, and choose the validation pairs.
+    """Open the stores of keypoints, check that they fit, and choose the validation pairs.
 
     Args:
         params: all parameters.
@@ -375,13 +388,15 @@ def open_data(
         )
     initial = Path(options.init_from) if options.init_from else None
     if initial:
-        build.read_initial_model(initial)
+        build.read_initial_model(initial)  # Raises now, before any process starts
     samples, messages = choose_validation_pairs(
         options, held_out, params.run.allow_training_images, initial
     )
     validation = Validation(held_out, samples, options.max_keypoints, context, options.augmentation)
     # The weights have seen the photographs of this training and of the initial weights.
-    photographs: Optional[FrozenSet[str]] = frozenset(store.photographs) - {""} or None
+    # The identifier of a photograph that could not be read is "".
+    identified = frozenset(store.photographs) - {""}
+    photographs: Optional[FrozenSet[str]] = identified or None
     if initial and photographs:
         initial_photographs = provenance.read_photographs(initial)
         photographs = None if initial_photographs is None else photographs | initial_photographs
@@ -418,7 +433,7 @@ def check_request(
 def resume(
     state: checkpoint.TrainState, saved: Saved, fingerprint: Info, computed_by: Info
 ) -> Tuple[List[Info], List[str]]:
-    """Restore the state of a checkpoint.
+    """Restore the state of a checkpoint, and note what has changed since.
 
     Args:
         state: the state of the training, which changes.
@@ -433,33 +448,33 @@ def resume(
     tensors, info = saved
     state.restore(tensors, info)
     before = info["fingerprint"]
-    # In a training that continues another one, the average is over other steps.
-    first_step, first_step_before = (
+    # With another schedule, the average is over other steps, and begins again.
+    average_from, average_from_before = (
         values["train.steps"] - values["train.average"] + 1 for values in (fingerprint, before)
     )
-    if first_step != first_step_before:
+    if average_from != average_from_before:
         state.average = {}
         state.averaged = 0
-        if state.step >= first_step:
+        if state.step >= average_from:
             state.add_to_average()
     history = info["history"]
+    last = {**history[-1], "step": state.step}
     now = {"step": state.step, **computed_by}
     changes = [
         f"{key} changed on resume: {old.get(key)} -> {new.get(key)}"
-        for old, new in ((before, fingerprint), ({**history[-1], "step": state.step}, now))
+        for old, new in ((before, fingerprint), (last, now))
         for key in checkpoint.list_changed_keys(old, new)
     ]
-    is_same = {**history[-1], "step": state.step} == now
-    return history if is_same else [*history, now], changes
+    return history if last == now else [*history, now], changes
 
 
-def publish_finished(folder: Path, folders: Folders, name: str) -> None:
+def publish_finished(folder: Path, folders: Folders, training_name: str) -> None:
     """Publish the model, the curves and the metrics of a training that is finished.
 
     Args:
         folder: the folder of the training.
         folders: where to publish.
-        name: the name of the training.
+        training_name: the name of the training.
     """
     best = checkpoint.read_finished_best(folder)
     saved = checkpoint.load_newest(folder)
@@ -468,7 +483,8 @@ def publish_finished(folder: Path, folders: Folders, name: str) -> None:
     log.write_curves(folders.reports, log.unpack_curves(*saved), best["step"])
     log.write_metrics(folders.reports, best)
     print(f"{folder}: trained with these parameters and data, to the last step: nothing to do")
-    tracking.attach(folders.reports / tracking.RECORD, name).close()
+    # MLflow's server may not have all of this run yet.
+    tracking.attach(folders.reports / tracking.RECORD, training_name).close()
 
 
 def compute_metrics_of(
@@ -490,7 +506,9 @@ def compute_metrics_of(
 def count_skipped_step(
     state: checkpoint.TrainState, losses: torch.Tensor, context: distributed.Context
 ) -> None:
-    """Count and report a step whose gradient is not finite. All ranks call this together.
+    """Report a step whose gradient is not finite, and count it. All ranks call this together.
+
+    A step is not counted if GradScaler only lowers its scale.
 
     Args:
         state: the state of the training.
@@ -501,16 +519,16 @@ def count_skipped_step(
         WorkError: After more than MAX_SKIPPED such steps.
     """
     count = distributed.sum_over_ranks({"pairs": float((~torch.isfinite(losses)).sum())})["pairs"]
-    # GradScaler overflows on purpose while it searches; do not count these steps.
+    # If all losses are finite, the overflow is GradScaler's, which searches for its scale.
     state.skipped += bool(count) or not state.scaler.is_enabled()
     if context.is_main:
         print(
-            f"step {state.step}: the gradient is not finite, skipped; so is the loss of"
-            f" {count:.0f} pairs"
+            f"step {state.step + 1}: skipped, its gradient is not finite; the loss of {count:.0f}"
+            " pairs is not finite"
         )
     if state.skipped > MAX_SKIPPED:
         raise WorkError(
-            f"step {state.step}: {state.skipped} steps had a gradient that was not finite, more"
+            f"step {state.step + 1}: {state.skipped} steps had a gradient that was not finite, more"
             f" than {MAX_SKIPPED}; lower train.lr"
         )
 
