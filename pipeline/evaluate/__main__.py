@@ -131,8 +131,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     sections = params.load(args.params or params.find_default_file())
     section = sections.evaluate
 
-    # Load the matchers. Pairs from files have the defaults of superglue-match. Held-out views have
-    # the keypoints of the training, at the size of the views, and the network gets all of these.
+    # Load the matchers. Pairs from files have the defaults of superglue-match. Held-out views keep
+    # their size and have evaluate.max_keypoints, all of which the network gets.
     notes: List[str] = []
     options = {name: getattr(args, name) for name in MATCHER_OPTIONS}
     options = {name: value for name, value in options.items() if value is not None}
@@ -143,10 +143,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     extractor = sections.keypoints.extractor
     networks = matchers.load_networks(files, args.device, options, extractor, notes)
 
-    # Choose the pairs, without photographs that a compared network was trained on.
-    ours = networks[OURS]
-    size = f"short side {args.short_side}" if args.short_side else "full size"
-    size += f", SIFT at {ours.resize} px" if ours.resize else ", SIFT at this size"
+    # Choose the pairs. `choose_photographs` leaves out those that a network was trained on.
     source: PairSource
     if args.pairs:
         source = HPatchesPairs(args.pairs, args.short_side)
@@ -164,20 +161,28 @@ def main(argv: Optional[List[str]] = None) -> int:
         name = ", ".join(Path(path).name for path in images.containers.values())
         name = name if images.source in ("", "folder") else images.source
         origin = f"{name}: {len(source)} held-out images ({entries[0].split})"
-        origin += "".join(f", {line.rstrip('.')}" for line in lines if keep)
+        if keep:
+            origin += "".join(f", {line.rstrip('.')}" for line in lines)
+
+    # The title says what is measured: the pairs, their size and their keypoints.
+    ours = networks[OURS]
+    if is_held_out:
         size = f"{section.width}x{section.height}"
+    else:
+        size = f"short side {args.short_side}" if args.short_side else "full size"
+        size += f", SIFT at {ours.resize} px" if ours.resize else ", SIFT at this size"
     is_part = ours.network_keypoints < ours.max_keypoints
     limit = f"{ours.network_keypoints} of " if is_part else ""
     title = f"{origin}, {size}, {limit}{ours.max_keypoints} keypoints"
 
     # Match, score and write the report.
-    cv2.setNumThreads(1)  # The threads work on several images at a time
+    cv2.setNumThreads(1)  # `evaluate` has threads, each with an image of its own
     settings = ScoringSettings(section, tuple(dict.fromkeys(names)), args.bound, args.refine)
     with silence_warnings():
         results = evaluation.evaluate(source, title, MatcherSet(networks, functions), settings)
     results = results._replace(notes=notes)
     report.write_files(args.out, results, args.curves)
-    # Where the pipeline ends, `python -m pipeline.report` prints the summary.
+    # In the pipeline, `python -m pipeline.report` prints the summary at the end.
     in_stage = "DVC_STAGE" in os.environ
     headlines = "\n".join(report.make_headlines(results))
     print(f"\n{headlines if in_stage else report.make_summary(results)}")
@@ -205,7 +210,9 @@ def find_matchers(
         The files by name, the evaluated model first, and the functions by name.
 
     Raises:
-        RequestError: If a name is invalid or used already, or if there is no such function.
+        RequestError: If a name is invalid or used already.
+        ImportError: If there is no such module.
+        AttributeError: If the module has no such function.
     """
     files = {OURS: model or find_shipped_weights()}
     functions = {}
@@ -254,7 +261,7 @@ def choose_photographs(
         print(line, file=sys.stderr)
     if not entries:
         raise RequestError("no held-out image: raise fetch.val_fraction, or add images")
-    # Each network may remove photographs.
+    # Each network may remove photographs. The evaluated one comes first.
     notes = []
     compared_networks = {}
     for name, network in networks.items():
@@ -309,10 +316,11 @@ def send_to_mlflow(
     with tracking.attach(log, training=info.get("training")) as run:
         run.log_metrics(values, int(info.get("step") or 0))
         run.set_tags({f"{prefix}.processor": provenance.read_processor()})
-        # Held-out images come from the data on which the model was trained.
+        # The run is named after its own data, of which the held-out images are a part.
         if prefix == tracking.EVALUATION:
-            auc = report.compare_matchers(results)[-1]["ours"]["value"]
-            run.describe(f"AUC@5 {report.format_percent(auc)}", report.make_note(results, prefix))
+            *_, auc = report.compare_matchers(results)  # AUC@5 comes last
+            text = f"AUC@5 {report.format_percent(auc['ours']['value'])}"
+            run.describe(text, report.make_note(results, prefix))
         run.add_artifact(out, prefix)
 
 

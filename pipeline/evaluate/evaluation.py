@@ -20,6 +20,7 @@ from pipeline.evaluate.matchers import OURS, RATIO_TEST, MatcherSet
 from pipeline.evaluate.pair_files import PosePairs
 from pipeline.evaluate.pairs import (
     CALM,
+    Condition,
     HeldOutPairs,
     LabeledPair,
     NegativePairs,
@@ -55,57 +56,65 @@ def evaluate(
         settings: what is computed for each pair.
 
     Raises:
-        WorkError: If no pair can be read.
+        WorkError: If no pair that is not disturbed can be read.
     """
     # Match and score. Held-out photographs also make pairs with nothing in common.
+    # The base class has no pairs.
     negative_source = NegativePairs(source) if isinstance(source, HeldOutPairs) else PairSource()
     total = sum(count for part in (source, negative_source) for _, count in part.scenes)
     with Progress(total=total, desc="pairs", unit="pair") as bar:
         all_scores, bad_scenes = match_and_score(source, matcher_set, settings, bar)
+        # Their photographs are those of the pairs, so that `bad_scenes` has them already.
         negatives, _ = match_and_score(negative_source, matcher_set, settings, bar)
-    # Pairs that are disturbed have a condition.
-    groups: Dict[Any, List[PairScores]] = {}
+    # Group the pairs by condition. Pairs that are not disturbed have CALM.
+    groups: Dict[Condition, List[PairScores]] = {}
     for scores in all_scores:
         groups.setdefault(scores.images.condition, []).append(scores)
     if CALM not in groups:
         first = ": ".join(bad_scenes[0]) if bad_scenes else "there is none"
         raise WorkError(f"no pair could be read of {len(source)} {source.unit}; the first: {first}")
-    # Compute the metrics, with their intervals and differences.
+    # Compute the metrics, and their intervals from resampled scenes.
     networks = list(matcher_set.networks)
     table, outcomes, values = tabulate(groups[CALM], networks)
-    samples = metrics.bootstrap_scenes(values, outcomes)
-    summary = metrics.summarize(values, samples)
+    resampled_means = metrics.bootstrap_scenes(values, outcomes)
+    summary = metrics.summarize(values, resampled_means)
+    differences = metrics.compare(values, resampled_means, networks)
+    calibration = metrics.compute_calibration(outcomes[OURS])
+    # `outcomes` has only the networks, and the curves need the ratio test, too.
     curves = {
         name: metrics.compute_precision_recall_curve(
             [scores.outcomes[name] for scores in groups[CALM]]
         )
         for name in (OURS, RATIO_TEST)
     }
-    # Of a negative pair, count the matches, since every one is wrong.
+    # Of a negative pair, count the matches, since every one is wrong. The mean is a row of the
+    # summary without an interval.
     if negatives:
         negative_rows = [scores.rows for scores in negatives]
         by_matcher = metrics.make_table(negative_rows).groupby("matcher", sort=False)
-        for name, counts in by_matcher:
-            row = counts["value"].mean(), math.nan, math.nan, len(negatives)
+        for name, rows in by_matcher:
+            row = rows["value"].mean(), math.nan, math.nan, len(negatives)
             summary.loc[(name, "negative_matches", "", False), :] = row
+        summary = summary.astype({"pairs": int})  # The new rows made floats of them
     # Of the disturbed pairs, keep only the means of the network and the ratio test.
     means = {}
     for condition in filter(groups.get, list_conditions()):
         *_, disturbed = tabulate(groups[condition], networks)
         disturbed = disturbed[[OURS, RATIO_TEST]]
         means[condition] = pd.DataFrame({"value": disturbed.mean(), "pairs": disturbed.count()})
-    frames: Any = means  # Pandas has a narrower type for the names of the levels
+    frames: Any = means  # The types of pandas know no tuples as keys
+    robustness = pd.concat(frames, names=["condition", "level"]) if means else pd.DataFrame()
     return Results(
-        title,
-        source.unit,
-        table,
-        values,
-        summary.astype({"pairs": int}),
-        metrics.compare(values, samples, networks),
-        pd.concat(frames, names=["condition", "level"]) if means else pd.DataFrame(),
-        metrics.compute_calibration(outcomes[OURS]),
-        pd.concat(curves, names=["matcher"]),
-        bad_scenes,
+        title=title,
+        unit=source.unit,
+        table=table,
+        values=values,
+        metrics=summary,
+        differences=differences,
+        robustness=robustness,
+        calibration=calibration,
+        precision_recall=pd.concat(curves, names=["matcher"]),
+        bad_images=bad_scenes,
         protocol=make_protocol(source, title, matcher_set, settings),
         pictures=draw_pictures(source, table, groups[CALM]),
     )
@@ -149,7 +158,7 @@ def match_and_score(
             for scores in scored:
                 all_scores.append(scores)
                 bar.update(1)
-    # Scenes that could not be read count as done.
+    # Pairs count as done, too, if their scene could not be read or if they cannot be made.
     bar.update(sum(count for _, count in source.scenes) - len(all_scores))
     return all_scores, sorted(bad_scenes)
 
@@ -173,9 +182,9 @@ def tabulate(
 
 
 def choose_pictured_pairs(values: pd.DataFrame) -> Dict[int, str]:
-    """Choose three median, two best and three worst pairs of the network for the pictures.
+    """Choose pairs of the network for the pictures: three around the median, two best, three worst.
 
-    They are in the order of the pictures. A pair with a smaller error is better. If the errors are
+    A pair with a smaller error is better. If the errors are
     equal, the pair with more correct matches is. Of the three median pairs, the one in which the
     network is furthest ahead of the ratio test comes first.
 
@@ -206,8 +215,8 @@ def draw_pictures(
 
     Args:
         source: the source of the pairs, from which the images are loaded again, in color.
-        table: the long table of all pairs.
-        scores: the scores of all pairs, in the order of the table.
+        table: the long table of all pairs that are not disturbed.
+        scores: the scores of these pairs. The column `number` of the table is the index in them.
 
     Returns:
         Name, caption and pixels (H, W, 3) uint8 BGR of each picture.
@@ -227,17 +236,17 @@ def draw_pictures(
         )
         # Draw one panel for each matcher.
         panels = []
-        counts = []
+        captions = []
         for panel in pair.panels:
             row = values.loc[(panel.heading, number)]
             heading = charts.get_title(panel.heading)
             panels.append(dataclasses.replace(panel, heading=heading))
-            counts.append(
+            captions.append(
                 f"{heading}: {row['correct']:.0f} of {row['matches']:.0f} matches correct,"
                 f" {row['error']:.2f} {unit}"
             )
         caption_start = CAPTION_STARTS[name.partition("-")[0]]
-        caption = f"{caption_start} ({pair.images.name}). {'; '.join(counts)}."
+        caption = f"{caption_start} ({pair.images.name}). {'; '.join(captions)}."
         pictures.append((name, caption, drawing.draw_panels(image0, image1, panels)))
     return pictures
 
@@ -245,7 +254,7 @@ def draw_pictures(
 def make_protocol(
     source: PairSource, title: str, matcher_set: MatcherSet, settings: ScoringSettings
 ) -> Dict[str, Any]:
-    """Make the content of protocol.json: everything that must be quoted with a metric.
+    """Make the content of protocol.json: the pairs, estimators, parameters and networks.
 
     Args:
         source: the pairs, which decide what is estimated.
@@ -266,6 +275,7 @@ def make_protocol(
         }
         for name, network in matcher_set.networks.items()
     }
+    # The docstring of an estimator describes it here.
     return {
         "pairs_from": title,
         "estimators": {name: functions[name].__doc__ for name in names},

@@ -107,14 +107,16 @@ class MatcherSet:
         self.functions = functions
         self.evaluated = networks[OURS]  # Its extractor finds the keypoints for all
         # Above this confidence a match counts. The other matchers have no threshold. With the rules
-        # of a scene, a network has dropped all other matches itself.
+        # of a scene, every match that a network returns counts.
         self.thresholds = {RATIO_TEST: RATIO_THRESHOLD}
         for name, network in networks.items():
             self.thresholds[name] = network.threshold if network.rules is None else NO_THRESHOLD
         self._turn = threading.Lock()
 
     def match(self, labeled_pair: LabeledPair) -> MatchesByMatcher:
-        """Return all matches of each matcher, whatever their confidence.
+        """Return the matches of each matcher, before its threshold.
+
+        With the rules of a scene, a network returns only the matches that it accepts.
 
         Threads may call this. Functions of the user run one after the other.
 

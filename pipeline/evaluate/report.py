@@ -75,7 +75,7 @@ class Results(NamedTuple):
         calibration: the table of `metrics.compute_calibration`.
         precision_recall: the tables of `metrics.compute_precision_recall_curve`, of the network and
             the ratio test, by matcher.
-        bad_images: (file, reason) of each image that could not be read.
+        bad_images: (scene, reason) of each scene whose images could not be used.
         notes: sentences for the report.
         protocol: the content of protocol.json.
         pictures: name, caption and pixels (H, W, 3) uint8 BGR of each picture. The first picture is

@@ -15,7 +15,7 @@ import torch
 
 from pipeline.evaluate import estimators
 from pipeline.evaluate.estimators import Points
-from pipeline.evaluate.matchers import BOUND, OURS, RATIO_TEST
+from pipeline.evaluate.matchers import BOUND, NO_THRESHOLD, OURS, RATIO_TEST
 from pipeline.evaluate.pairs import CameraPair, ImagePair, LabeledPair, Truth
 from pipeline.params import EvaluateParams
 from superglue_sift import drawing
@@ -193,8 +193,7 @@ def score_pair(
     has_pose = isinstance(truth, CameraPair)
     count0 = len(pair[0].keypoints)
     # Between two cameras the true matches are unknown. There every correct match counts as a true
-    # match, and the number of keypoints of image 0 as that of the true matches, so that the recall
-    # is the matching score.
+    # match, out of all keypoints of image 0. The recall is then the matching score.
     true_matches0 = np.full(count0, UNMATCHED)
     true_count = max(count0, 1)
     if isinstance(truth, np.ndarray):
@@ -208,8 +207,8 @@ def score_pair(
     panels = {}
     for matcher, matches in matches_by_matcher.items():
         start = (images.name, labeled_pair.scene, matcher)
-        counts = matches.scores > thresholds.get(matcher, -1.0)
-        match_count = counts.sum()
+        is_counted = matches.scores > thresholds.get(matcher, NO_THRESHOLD)
+        match_count = is_counted.sum()
         if truth is None:
             rows.append((*start, "", False, "matches", float(match_count)))
             continue
@@ -221,10 +220,10 @@ def score_pair(
         if matcher in thresholds:
             outcomes[matcher] = matches.scores.astype(np.float64), is_correct, is_true, true_count
         if matcher in PICTURED:
-            drawn = points0[counts], points1[counts], matches.scores[counts], ~is_correct[counts]
-            panels[matcher] = drawing.Panel(matcher, *drawn)
-        correct_count = (is_correct & counts).sum()
-        recalled_count = (is_true & counts).sum()
+            arrays = points0, points1, matches.scores, ~is_correct
+            panels[matcher] = drawing.Panel(matcher, *(array[is_counted] for array in arrays))
+        correct_count = (is_correct & is_counted).sum()
+        recalled_count = (is_true & is_counted).sum()
         # A pair without a match is a failure, so its precision is 0. Without a true match the
         # recall is undefined.
         recall = recalled_count / true_count if true_count else np.nan
@@ -239,7 +238,7 @@ def score_pair(
         }
         # Make one row for each value, and for each error of an estimate.
         rows += [(*start, "", False, metric, float(value)) for metric, value in values.items()]
-        errors = compute_errors(labeled_pair, matcher, matches.select(counts), settings)
+        errors = compute_errors(labeled_pair, matcher, matches.select(is_counted), settings)
         for estimator, is_refined, error in errors:
             rows.append((*start, estimator, is_refined, "error", error))
     pictured = [panels[matcher] for matcher in PICTURED if matcher in panels]
