@@ -220,8 +220,8 @@ def score_pair(
         if matcher in thresholds:
             outcomes[matcher] = matches.scores.astype(np.float64), is_correct, is_true, true_count
         if matcher in PICTURED:
-            arrays = points0, points1, matches.scores, ~is_correct
-            panels[matcher] = drawing.Panel(matcher, *(array[is_counted] for array in arrays))
+            drawn = points0[is_counted], points1[is_counted], matches.scores[is_counted]
+            panels[matcher] = drawing.Panel(matcher, *drawn, ~is_correct[is_counted])
         correct_count = (is_correct & is_counted).sum()
         recalled_count = (is_true & is_counted).sum()
         # A pair without a match is a failure, so its precision is 0. Without a true match the
