@@ -84,6 +84,7 @@ class TestGradients:
         for part in parts:
             assert np.array_equal(part, parts[0])  # every rank holds the same weights, to the bit
         assert np.abs(parts[0] - whole).max() < 1e-6
+        assert np.abs(whole[2] - whole[0]).max() < 1e-6  # two micro-batches equal one batch
         for norm, weights in zip(NORMS, whole):
             start = one_step(distributed.join_group(), folder, norm, [pairs], 1, seed=1)
             assert np.abs(start - weights).max() > 1e-3  # the comparison is not blind
