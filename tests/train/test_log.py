@@ -1,10 +1,14 @@
 """What DVC tracks of a training beside its model: curves, their picture, and metrics.json."""
 
 import json
+from pathlib import Path
+from unittest import mock
 
 import pytest
+from processes import in_group
 
 from pipeline.train import log
+from pipeline.train.log import TrainingLog
 
 CURVES = {
     "train": [{"step": 10, "loss": 2.5}, {"step": 20, "loss": 0.8}],
@@ -44,3 +48,20 @@ def test_metrics_are_in_percent(tmp_path):
     metrics = json.loads((tmp_path / log.METRICS).read_text())
     assert metrics["f1"] == pytest.approx(67.0, abs=0.006) and metrics["precision"] == 100.0
     assert metrics["best_step"] == 20 and metrics["step"] == 30 and metrics["skipped_steps"] == 1
+
+
+def log_two_steps(context):
+    """Return the curves of two steps of one pair on rank 0, and of three on rank 1."""
+    loss = (4.0, 6.0)[context.rank]  # sum over the pairs of this rank
+    pairs = (1.0, 3.0)[context.rank]
+    run, bar = mock.Mock(), mock.Mock()
+    reports = TrainingLog(Path("unused"), run, bar, context, 4, 0.5, None)
+    for _ in range(2):
+        reports.add_step({"loss": loss, "pairs": pairs}, 0.0)
+    reports.log_point(2, {"lr": 0.1})
+    return reports.curves
+
+
+def test_a_point_has_the_mean_over_the_pairs_of_all_ranks():
+    point = {"step": 2, "loss": 2.5, "lr": 0.1}  # (4 + 6) / (1 + 3)
+    assert in_group(2, log_two_steps) == [{"train": [point]}] * 2
