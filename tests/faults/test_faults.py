@@ -107,8 +107,8 @@ def test_a_loss_that_is_no_number_is_skipped_by_all_ranks_together(training):
     codes, log = training(2, "nan:rank=1,step=3")
     assert codes == [0, 0]
     (line,) = [line for line in log.splitlines() if "not finite" in line]
-    # Rank 1 has four of eight pairs
-    assert line.startswith("step 3: ") and line.endswith("the loss of 4 pairs")
+    # The fault counts from 0. Rank 1 has four of eight pairs.
+    assert line.startswith("step 4: ") and "the loss of 4 pairs" in line
 
 
 def train_with_one_skipped(argv):
@@ -120,7 +120,7 @@ def train_with_one_skipped(argv):
 def test_too_many_bad_steps_end_the_run(training):
     codes, log = training(2, "nan:rank=0,step=2;nan:rank=1,step=3", train_with_one_skipped)
     assert codes == [1, 1]
-    assert "step 3: 2 steps had a gradient that was not finite" in log
+    assert "step 4: 2 steps had a gradient that was not finite" in log
 
 
 @SLOW
