@@ -311,10 +311,8 @@ class TestFinished:
         assert "resuming at step 2 of 6" in lines  # in the new folder
         assert "nothing to do" in output_of("run")
         assert read_files(finished) == files
-        assert sorted(path.name for path in (tmp_path / "run").glob("*/")) == [
-            finished.name,
-            f"{finished.name}-2",
-        ]
+        folders = {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()}
+        assert folders == {finished.name, f"{finished.name}-2"}
         # The first line says so
         monkeypatch.setattr(provenance, "compute_code_digest", lambda stage: "1111")
         line, *_ = output_of("run").splitlines()
