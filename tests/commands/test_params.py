@@ -34,6 +34,7 @@ def tree():
         ({"train.lr": -1}, "train.lr"),
         ({"train.lr": "1e-4"}, "train.lr"),
         ({"train.batch": True}, "train.batch"),
+        ({"train.model.layers": "few"}, "train.model.layers"),
         ({"train.model.layers": 3.0}, "train.model.layers"),
         ({"train.model.norm": "group"}, "train.model.norm"),
         ({"keypoints.extractor": "../x"}, "keypoints.extractor"),
