@@ -132,7 +132,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     section = sections.evaluate
 
     # Load the matchers. Pairs from files have the defaults of superglue-match. Held-out views keep
-    # their size and have evaluate.max_keypoints, all of which the network gets.
+    # their size. They have evaluate.max_keypoints, and the network gets all of these.
     notes: List[str] = []
     options = {name: getattr(args, name) for name in MATCHER_OPTIONS}
     options = {name: value for name, value in options.items() if value is not None}
@@ -316,7 +316,7 @@ def send_to_mlflow(
     with tracking.attach(log, training=info.get("training")) as run:
         run.log_metrics(values, int(info.get("step") or 0))
         run.set_tags({f"{prefix}.processor": provenance.read_processor()})
-        # The run is named after its own data, of which the held-out images are a part.
+        # Only held-out images describe the run, since they are a part of its data.
         if prefix == tracking.EVALUATION:
             *_, auc = report.compare_matchers(results)  # AUC@5 comes last
             text = f"AUC@5 {report.format_percent(auc['ours']['value'])}"

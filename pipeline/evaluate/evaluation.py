@@ -58,13 +58,13 @@ def evaluate(
     Raises:
         WorkError: If no pair that is not disturbed can be read.
     """
-    # Match and score. Held-out photographs also make pairs with nothing in common.
-    # The base class has no pairs.
+    # Match and score. Held-out photographs also make negative pairs, of photographs with nothing in
+    # common. A PairSource has no pairs.
     negative_source = NegativePairs(source) if isinstance(source, HeldOutPairs) else PairSource()
     total = sum(count for part in (source, negative_source) for _, count in part.scenes)
     with Progress(total=total, desc="pairs", unit="pair") as bar:
         all_scores, bad_scenes = match_and_score(source, matcher_set, settings, bar)
-        # Their photographs are those of the pairs, so that `bad_scenes` has them already.
+        # Negative pairs have the same photographs. `bad_scenes` lists those that cannot be read.
         negatives, _ = match_and_score(negative_source, matcher_set, settings, bar)
     # Group the pairs by condition. Pairs that are not disturbed have CALM.
     groups: Dict[Condition, List[PairScores]] = {}
@@ -87,8 +87,7 @@ def evaluate(
         )
         for name in (OURS, RATIO_TEST)
     }
-    # Of a negative pair, count the matches, since every one is wrong. The mean is a row of the
-    # summary without an interval.
+    # Count the matches of negative pairs. Every one is wrong. Their mean gets no interval.
     if negatives:
         negative_rows = [scores.rows for scores in negatives]
         by_matcher = metrics.make_table(negative_rows).groupby("matcher", sort=False)
@@ -184,9 +183,9 @@ def tabulate(
 def choose_pictured_pairs(values: pd.DataFrame) -> Dict[int, str]:
     """Choose pairs of the network for the pictures: three around the median, two best, three worst.
 
-    A pair with a smaller error is better. If the errors are
-    equal, the pair with more correct matches is. Of the three median pairs, the one in which the
-    network is furthest ahead of the ratio test comes first.
+    A pair with a smaller error is better. If the errors are equal, the pair with more correct
+    matches is. Of the three around the median, the one in which the network is furthest ahead of
+    the ratio test comes first.
 
     Args:
         values: the columns `error` and `correct`, with a row for each (matcher, number of the
