@@ -110,28 +110,24 @@ def pack_records(features: Features) -> np.ndarray:
     return records.view(np.uint8).reshape(len(records), records.itemsize)
 
 
-def unpack_records(packed: np.ndarray, dtype: np.dtype) -> Features:
-    """Return records (N, R) uint8 of some dtype as keypoints, in the same memory.
+def unpack_records(packed: np.ndarray, is_sift: bool, size: Tuple[int, int]) -> Features:
+    """Return the records of a view as keypoints, in the same memory.
 
-    They get no image size.
+    Args:
+        packed: the records, (N, R) uint8.
+        is_sift: whether they are records of SIFT.
+        size: width and height of the view in px.
     """
-    records = packed.reshape(-1).view(dtype)
-    count = len(records)
-
-    def join_columns(first: str, second: str) -> np.ndarray:
-        """Return two fields of the records as one array (N, 2, ...)."""
-        offsets = [dtype.fields[name][1] for name in (first, second)]
-        strides = (dtype.itemsize, offsets[1] - offsets[0], *records[first].strides[1:])
-        shape = (count, 2, *records[first].shape[1:])
-        return np.lib.stride_tricks.as_strided(records[first], shape, strides)
-
-    keypoints = join_columns("x", "y")
-    if "second_angle" in dtype.fields:
-        oris = join_columns("angle", "second_angle")
-        descriptors = join_columns("descriptor", "second_descriptor")
+    geometry = packed[:, :20].view("<f4")  # (N, 5)
+    if is_sift:
+        # From the first angle to the second one, 136 bytes later
+        oris = packed[:, 12:152].view("<f4")[:, ::34]
+        # Each descriptor has 4 bytes before it: the score, and the second angle.
+        descriptors = packed[:, 16:].reshape(len(packed), 2, 4 + SIFT_DIM)[:, :, 4:]
     else:
-        oris, descriptors = records["angle"][:, None], records["descriptor"][:, None]
-    return Features(keypoints, records["scale"], oris, records["score"], descriptors, None)
+        oris = geometry[:, 3:4]
+        descriptors = packed[:, 20:].view("<f4")[:, None]
+    return Features(geometry[:, :2], geometry[:, 2], oris, geometry[:, 4], descriptors, size)
 
 
 def name_shard(index: int) -> str:
@@ -260,13 +256,8 @@ class KeypointStore:
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
         self.photographs: List[str] = [name for shard in shards for name in shard["photographs"]]
         mapped = [map_shard(self.path / shard["file"]) for shard in shards]
-        # Each image has the keypoints and the other tensors of its shard, and its row there.
-        self._rows = [
-            (features, tensors, row)
-            for tensors in mapped
-            for features in [unpack_records(tensors["records"], dtype)]
-            for row in range(len(tensors["sizes"]))
-        ]
+        # Each image has the tensors of its shard, and its row there.
+        self._rows = [(tensors, row) for tensors in mapped for row in range(len(tensors["sizes"]))]
         views = self.views_per_image
         counts = [np.diff(tensors["offsets"]).reshape(-1, views) for tensors in mapped]
         self.counts = np.concatenate([np.empty((0, views), np.int64), *counts])
@@ -281,23 +272,31 @@ class KeypointStore:
         """Return the number of images."""
         return len(self.images)
 
-    def read_view(self, image: int, view: int) -> View:
+    def read_view(
+        self, image: int, view: int, keypoints: Union[slice, np.ndarray] = slice(None)
+    ) -> View:
         """Read one view from the mapped memory.
 
         Args:
             image: index of the image.
             view: index of the view among the views of the image.
+            keypoints: which keypoints to read: a slice, or the indices (n,) of them.
 
         Raises:
             IndexError: If there is no such image or view.
         """
         if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
             raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
-        features, tensors, row = self._rows[image]
+        tensors, row = self._rows[image]
         position = row * self.views_per_image + view
         begin, end = tensors["offsets"][position : position + 2]
+        records = tensors["records"][begin:end]
+        if isinstance(keypoints, slice):
+            records = records[keypoints]
+        else:
+            records = records.take(keypoints, 0)
         size = tuple(tensors["view_sizes"][row, view].tolist())
-        features = features.select(slice(begin, end))._replace(image_size=size)
+        features = unpack_records(records, self.descriptor == "sift", size)
         return View(features, tensors["homographies"][row, view])
 
 

@@ -14,7 +14,7 @@ from typing import Callable, Optional, Sequence, Tuple
 
 import numpy as np
 
-from pipeline.keypoints.store import EVERYWHERE, View
+from pipeline.keypoints.store import EVERYWHERE, KeypointStore, View
 from pipeline.params import Augmentation
 from superglue_sift.features.features import TYPICAL_SCORE, Features
 from superglue_sift.features.sift import rank_keypoints
@@ -94,46 +94,49 @@ def draw_counts(changes: Augmentation, limit: int, *seed: int) -> Tuple[int, int
     return int(n0), int(n1)
 
 
-def change_view(
-    changes: Augmentation,
-    view: View,
-    seed: int,
+def read_changed_view(
+    store: KeypointStore,
+    images: Tuple[int, int],
     view_index: int,
-    draw_other_view: DrawOtherView,
-    min_scale: float,
+    stored_view: int,
+    changes: Augmentation,
+    seed: int,
     limit: int,
 ) -> View:
-    """Return the changed view 0 or 1 of a pair.
+    """Read view 0 or 1 of a pair, and change it.
 
     Args:
-        changes: how much the pairs are changed.
-        view: the view as it is stored.
-        seed: the seed of the sample of the pair.
+        store: the keypoints.
+        images: indices of the images of the two views.
         view_index: 0 or 1, the position of the view in the pair.
-        draw_other_view: draws the views that surround a shrunk one.
-        min_scale: smallest scale (px) at which keypoints are detected. If 0, it is the smallest
-            scale of the view.
+        stored_view: index of the view among the views of its image.
+        changes: how much the pairs are changed.
+        seed: the seed of the sample of the pair.
         limit: largest number of keypoints to keep.
     """
+    image = images[view_index]
+    keypoints = slice(None)
     # A generator is created only if it is needed, because this is slow.
     if changes.keypoint_drop > 0 or changes.rotation_deg > 0:
         rng = np.random.default_rng((seed, _VIEW, view_index))
     # The fraction itself is random, from 0 to keypoint_drop.
     if changes.keypoint_drop > 0:
-        keep = rng.random(len(view.features.scores)) >= changes.keypoint_drop * rng.random()
-        view = view._replace(features=view.features.select(np.flatnonzero(keep)))
+        count = store.counts[image, stored_view]
+        keypoints = np.flatnonzero(rng.random(count) >= changes.keypoint_drop * rng.random())
+    view = store.read_view(image, stored_view, keypoints)
     zoomed_index, factor = _draw_zoom(changes.zoom, changes.zoom_far, seed)
     if factor > 1.0 and view_index == zoomed_index:
         # The zoom draws from its own stream, so the rotation is the same with and without zoom.
         zoom_rng = np.random.default_rng((seed, _ZOOM, view_index))
-        view = make_mosaic(view, factor, min_scale, draw_other_view, zoom_rng)
+        draw_other_view = functools.partial(_draw_other_view, store, images)
+        view = make_mosaic(view, factor, store.min_scale, draw_other_view, zoom_rng)
     # The limit comes before the rotation, which keeps the order of the keypoints.
     features = view.features.select(slice(limit))
     if changes.score_drop and changes.score_drop > np.random.default_rng((seed, _SCORE)).random():
         features = features._replace(scores=np.full_like(features.scores, TYPICAL_SCORE))
     view = view._replace(features=features)
     if changes.rotation_deg > 0:
-        view = _rotate_view(view, rng.uniform(-changes.rotation_deg, changes.rotation_deg))
+        view = rotate_view(view, rng.uniform(-changes.rotation_deg, changes.rotation_deg))
     return view
 
 
@@ -150,7 +153,7 @@ def _draw_zoom(fraction: float, far_fraction: float, seed: int) -> Tuple[int, fl
     return view_index, math.exp(rng.uniform(math.log(min_factor), math.log(max_factor)))
 
 
-def _rotate_view(view: View, degrees: float) -> View:
+def rotate_view(view: View, degrees: float) -> View:
     """Rotate the keypoints clockwise by `degrees` (as SIFT counts angles: x right, y down)."""
     features = view.features
     size = features.image_size
@@ -222,14 +225,14 @@ def make_mosaic(
     features = _join_features(shrunk)
     positions = features.keypoints
     is_inside = ((positions >= -0.5) & (positions <= canvas - 0.5)).all(axis=1)
-    on_canvas = features.select(np.flatnonzero(is_inside))
-    order = np.argsort(-rank_keypoints(on_canvas), kind="stable")
+    index = np.flatnonzero(is_inside)
+    order = np.argsort(-rank_keypoints(features)[index], kind="stable")
     # (3, 3) each: from the view to the canvas, and from the canvas to the unit square
     shrink = map_to_resized((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])
     to_cell[:2, 2] = (0.5 - corner) / cell
-    features = on_canvas.select(order)._replace(image_size=size)
+    features = features.select(index[order])._replace(image_size=size)
     return View(features, shrink @ view.H_image_to_view, to_cell)
 
 
@@ -248,10 +251,25 @@ def _shrink_keypoints(
     The cell has the upper left corner `corner` and the width and height `cell`, (2,) px each.
     """
     features = view.features
+    index = np.flatnonzero(features.scales >= min_scale * factor)
     # (n, 2) px from the corner of the shrunk view
-    positions = (features.keypoints.astype(np.float64) + 0.5) / factor
-    is_kept = (features.scales >= min_scale * factor) & (positions <= cell).all(axis=1)
-    index = np.flatnonzero(is_kept)
-    kept = features.select(index)
-    keypoints = (positions[index] - 0.5 + corner).astype(np.float32)
-    return kept._replace(keypoints=keypoints, scales=kept.scales / factor)
+    positions = (features.keypoints[index].astype(np.float64) + 0.5) / factor
+    is_inside = (positions <= cell).all(axis=1)
+    index = index[is_inside]
+    return Features(
+        keypoints=(positions[is_inside] - 0.5 + corner).astype(np.float32),
+        scales=features.scales[index] / factor,
+        oris=features.oris[index],
+        scores=features.scores[index],
+        descriptors=features.descriptors[index],
+        image_size=features.image_size,
+    )
+
+
+def _draw_other_view(
+    store: KeypointStore, pair_images: Tuple[int, int], rng: np.random.Generator
+) -> Optional[View]:
+    """Return a random view of a random image, or None if it is in `pair_images`."""
+    image = int(rng.integers(len(store)))
+    view = int(rng.integers(store.views_per_image))
+    return None if image in pair_images else store.read_view(image, view)

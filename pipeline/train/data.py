@@ -11,7 +11,7 @@ import functools
 import os
 import shutil
 from dataclasses import dataclass
-from typing import Any, Callable, Generator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Generator, List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -22,14 +22,14 @@ from torch.utils.data import DataLoader, Dataset
 from pipeline import workers
 from pipeline.distributed import Context
 from pipeline.errors import read_environment_number
-from pipeline.keypoints.store import KeypointStore, View
+from pipeline.keypoints.store import KeypointStore
 from pipeline.params import Augmentation, RunParams, TrainParams
 from pipeline.train.augmentation import (
     NO_AUGMENTATION,
     NO_CHANGE,
-    change_view,
     choose_second_image,
     draw_counts,
+    read_changed_view,
 )
 from pipeline.workers import prefetch
 from superglue_sift.features.features import Features
@@ -238,23 +238,14 @@ def load_batch(
     for sample in samples:
         changes = NO_CHANGE if sample.seed == NO_AUGMENTATION else augmentation
         image1 = choose_second_image(changes, sample.image, len(store), sample.seed)
-        draw_other_view = functools.partial(_draw_other_view, store, (sample.image, image1))
         limits = keypoints
         if isinstance(limits, int):
             limits = draw_counts(changes, limits, sample.seed)
-        views = store.read_view(sample.image, sample.view0), store.read_view(image1, sample.view1)
+        images = sample.image, image1
         pairs.append(
             [
-                change_view(
-                    changes,
-                    view,
-                    sample.seed,
-                    view_index,
-                    draw_other_view,
-                    store.min_scale,
-                    limits[view_index],
-                )
-                for view_index, view in enumerate(views)
+                read_changed_view(store, images, index, view, changes, sample.seed, limits[index])
+                for index, view in enumerate((sample.view0, sample.view1))
             ]
         )
         is_negative.append(image1 != sample.image)
@@ -266,15 +257,6 @@ def load_batch(
     cells = np.array([[view.cell for view in pair] for pair in pairs])
     images0, images1 = (make_batch([view.features for view in views]) for views in zip(*pairs))
     return PairBatch(images0, images1, torch.from_numpy(H_0to1), torch.from_numpy(cells))
-
-
-def _draw_other_view(
-    store: KeypointStore, pair_images: Tuple[int, int], rng: np.random.Generator
-) -> Optional[View]:
-    """Return a random view of a random image, or None if it is in `pair_images`."""
-    image = int(rng.integers(len(store)))
-    view = int(rng.integers(store.views_per_image))
-    return None if image in pair_images else store.read_view(image, view)
 
 
 class StepBatches(Dataset):

@@ -81,7 +81,7 @@ class Features(NamedTuple):
         else:
             # `take` is two to three times as fast as indexing by an array.
             arrays = [array.take(index, 0) for array in self[:5]]
-        return self._replace(**dict(zip(self._fields, arrays)))
+        return Features._make([*arrays, *self[5:]])
 
     def resize(self, size: Tuple[int, int]) -> Features:
         """Return the keypoints in pixels of the image resized to `size` (width, height) px."""

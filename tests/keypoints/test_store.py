@@ -54,6 +54,22 @@ def write(folder, images, per_shard=2, views=2):
     return folder
 
 
+def assert_equal(features, expected):
+    for name in ("keypoints", "scales", "oris", "scores", "descriptors", "image_size"):
+        assert np.array_equal(getattr(features, name), getattr(expected, name)), name
+
+
+def test_records_without_a_second_orientation():
+    """Descriptors of floats have records of another length."""
+    rng = np.random.default_rng(0)
+    features = make_features(7, rng)
+    descriptors = rng.normal(size=(7, 1, 12)).astype(np.float32)
+    features = features._replace(oris=features.oris[:, :1], descriptors=descriptors)
+    packed = store.pack_records(features)
+    assert packed.shape == (7, 4 * (5 + 12))
+    assert_equal(store.unpack_records(packed, False, features.image_size), features)
+
+
 COUNTS = [[5, 0], [1, 2], [0, 0], [300, 7], [2, 2]]
 
 
@@ -74,10 +90,10 @@ def test_a_store_is_read_as_it_was_written(tmp_path_factory, counts, per_shard):
     for i, image in enumerate(images):
         for v in range(3):
             view = keypoint_store.read_view(i, v)
-            for name in ("keypoints", "scales", "oris", "scores", "descriptors", "image_size"):
-                expected = getattr(image.features[v], name)
-                assert np.array_equal(getattr(view.features, name), expected)
+            assert_equal(view.features, image.features[v])
             assert np.array_equal(view.H_image_to_view, image.homographies[v])
+            some = keypoint_store.read_view(i, v, np.arange(1, counts[i][v], 2))
+            assert_equal(some.features, image.features[v].select(slice(1, None, 2)))
 
 
 def test_a_store_names_its_extractor(tmp_path):
