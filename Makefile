@@ -1,4 +1,4 @@
-# The two commands a person needs: `make repro` and `make test`. `make help` names the others.
+# The two commands a person needs: `make repro` and `make test`. `make help` lists all.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -93,21 +93,20 @@ $(CU111)/.set-up: requirements/cu111.lock requirements/cu111-dev.lock requiremen
 	@touch $@
 
 # torch 1.10 imports pkg_resources, which warns at every start
-test-cu111: $(CU111)/.set-up
+test-cu111: $(CU111)/.set-up  ## the tests of the CUDA 11.1 stack: Python 3.9, torch 1.10
 	@PATH="$(CURDIR)/$(CU111)/bin:$$PATH" PYTHONWARNINGS=ignore:pkg_resources:UserWarning \
 		python -m pytest -m "cu111 and not slow"
 
-# Build and try all images without a container engine (root, buildah, debootstrap).
-images:
+# This needs root, buildah and debootstrap.
+images:  ## build and try all images without a container engine
 	@docker/ci.sh --always
 
-# Kill trainings in every way, and every stage at random (an hour): docs/faults.md.
-faults: $(SETUP_DEV)
+# docs/faults.md describes the faults.
+faults: $(SETUP_DEV)  ## kill trainings in every way, and every stage at random (an hour)
 	@RANDOM_FAULTS=$(or $(N),100) python -m pytest -n 2 --dist worksteal tests/faults tests/tracking/test_tracking.py \
 		tests/train/test_checkpoint.py tests/fetch/test_coco.py
 
-# Its random part alone: 100 faults, or make random-faults N=1000
-random-faults: $(SETUP_DEV)
+random-faults: $(SETUP_DEV)  ## the random part alone; N=1000 for more faults
 	@RANDOM_FAULTS=$(or $(N),100) python -m pytest tests/faults/test_random.py
 
 lint: $(SETUP_DEV)  ## style and types
@@ -130,7 +129,7 @@ report: $(SETUP)  ## the table of the last evaluation; opens its page
 COMPILE := uv pip compile --quiet --generate-hashes --python-platform x86_64-manylinux_2_31 --no-emit-index-url \
 	--no-emit-find-links --no-emit-package torch --no-emit-package torchvision --custom-compile-command "make lock" \
 	$(if $(UV_FIND_LINKS),,--torch-backend cpu) $(OPTIONS)
-lock: $(SETUP)
+lock: $(SETUP)  ## compile requirements/*.in to the locks of both stacks
 	@$(COMPILE) --python-version 3.11 requirements/same.in -o requirements/modern.lock
 	@$(COMPILE) --python-version 3.11 -c requirements/modern.lock requirements/dev.in requirements/extras.in \
 		-o requirements/modern-dev.lock
@@ -138,6 +137,6 @@ lock: $(SETUP)
 	@$(COMPILE) --python-version 3.9.2 -c requirements/cu111.lock requirements/dev.in \
 		-o requirements/cu111-dev.lock
 
-clean:  ## remove what the stages wrote; DVC's cache, .venv and the MLflow store stay
+clean:  ## remove what the stages wrote, also checkpoints and models; DVC's cache, .venv and MLflow's runs stay
 	@rm -rf data/images data/keypoints checkpoints models reports .pytest_cache .ruff_cache .hypothesis
 	@git checkout -q -- reports 2>/dev/null || true

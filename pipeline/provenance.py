@@ -203,7 +203,7 @@ def read_photographs(
         return None
     # The model file has the digest of its list.
     try:
-        info = load_model_file(model)[1] if info is None else info
+        info = load_model_file(model).info if info is None else info
     except (FileNotFoundError, BadCheckpoint):  # This error is reported where the model is loaded
         info = {}
     digest = info.get(PHOTOGRAPHS_KEY)

@@ -147,8 +147,8 @@ class MatchResult:
     def scores(self) -> np.ndarray:
         """Return the probability of each match, (K,) float32.
 
-        A guided match has the mean of the matches around it, or with `scene` one minus the ratio of
-        distances.
+        A guided match has the mean of the matches around it. With `scene`, a match of the ratio
+        test has one minus the ratio of distances.
         """
         return self.scored_matches.scores
 

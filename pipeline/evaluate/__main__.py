@@ -61,18 +61,23 @@ def make_parser() -> Parser:
     add("--also", action="append", default=[], metavar="NAME=FILE", help=also_help)
     add("--bound", action="store_true", help="also a row of the true matches, an upper bound")
     # The pairs
-    add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
+    add(
+        "--images",
+        type=Path,
+        default=Path("data/images"),
+        help="folder that `fetch` wrote; with --poses, that of the images",
+    )
     sources = parser.add_mutually_exclusive_group()
     sources.add_argument(
         "--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout"
     )
     sources.add_argument(
-        "--poses", type=Path, help="instead: a pairs_with_gt.txt of cameras, images in --images"
+        "--poses", type=Path, help="instead: pairs with cameras (pairs_with_gt.txt); see --images"
     )
     number_help = "number of photographs that are tried under growing blur, noise, ... (default: 0)"
     sources.add_argument("--robustness", type=int, default=0, help=number_help)
     side_help = (
-        "--pairs, --poses: resize to this shorter side first, in which errors are measured; 480 is"
+        "--pairs, --poses: resize images to this shorter side; errors are in these pixels; 480 is"
         " HPatches' protocol (default: no)"
     )
     add("--short-side", type=int, default=0, help=side_help)
@@ -98,14 +103,14 @@ def make_parser() -> Parser:
     scene_help = "photographs of one place: accept or reject each pair"
     add_setting("--scene", action="store_true", help=scene_help)
     add_setting("--accept", type=float, help="with --scene: smallest probability of one place")
-    min_help = "with --scene: fewest classical matches; 0 skips none"
+    min_help = "with --scene: fewest inliers of the ratio test; 0 skips none"
     add_setting("--min-matches", type=int, help=min_help)
     # The metrics, and the machine
     refine_help = "skip the metrics of refined matches, to save time"
     add("--no-refine", dest="refine", action="store_false", help=refine_help)
     names = f"of: {', '.join(estimators.ESTIMATORS)}"
     default = f"default: {','.join(estimators.DEFAULT)}"
-    add("--estimators", help=f"{names}; the first leads ({default})")
+    add("--estimators", help=f"{names}; the first decides pictures and verdict ({default})")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     return parser
 

@@ -14,13 +14,13 @@ from pipeline import distributed
 from pipeline.errors import RequestError
 from pipeline.keypoints.store import KeypointStore
 from pipeline.params import RunParams, TrainParams
-from pipeline.train.checkpoint import Saved, TrainState
+from pipeline.train.checkpoint import TrainState
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.optimizer import PORTABLE, freeze_parameters, make_optimizer
 from superglue_sift import torch_compat
 from superglue_sift.network.perceptron import synchronize_batch_norms
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.network.weights import BadCheckpoint, load_model_file, select_weights
+from superglue_sift.network.weights import BadCheckpoint, ModelFile, load_model_file, select_weights
 
 
 def count_pairs_per_step(train: TrainParams, run: RunParams, world_size: int) -> int:
@@ -34,7 +34,7 @@ def count_pairs_per_step(train: TrainParams, run: RunParams, world_size: int) ->
     return run.batch_per_rank * world_size or train.batch
 
 
-def read_initial_model(path: Path) -> Saved:
+def read_initial_model(path: Path) -> ModelFile:
     """Read the tensors and the description of the initial weights.
 
     Raises:

@@ -30,7 +30,12 @@ from pipeline.train.optimizer import collect_optimizer_tensors, restore_optimize
 from superglue_sift import torch_compat
 from superglue_sift.files import compute_file_sha256, compute_json_digest, write_atomically
 from superglue_sift.network.superglue import SuperGlue
-from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
+from superglue_sift.network.weights import (
+    BadCheckpoint,
+    ModelFile,
+    load_model_file,
+    save_model_file,
+)
 
 BEST = "best.safetensors"
 # Fields of TrainState that a checkpoint stores as JSON
@@ -42,7 +47,6 @@ SCHEDULE = ("average", "decay_start", "lr", "schedule", "steps", "warmup_steps")
 Tensors = Dict[str, Tensor]
 Info = Dict[str, Any]  # JSON values
 Metrics = Dict[str, float]
-Saved = Tuple[Tensors, Info]  # A checkpoint
 
 
 @dataclass
@@ -201,7 +205,7 @@ def get_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}.safetensors"
 
 
-def load_newest(folder: Path, repair: bool = False) -> Optional[Saved]:
+def load_newest(folder: Path, repair: bool = False) -> Optional[ModelFile]:
     """Load the newest undamaged checkpoint, and return it, or None if there is no checkpoint.
 
     Args:
@@ -271,7 +275,7 @@ def read_finished_best(folder: Path) -> Optional[Info]:
     The result is None if the training is not finished.
     """
     try:
-        info = load_model_file(folder / BEST)[1]
+        info = load_model_file(folder / BEST).info
     except (FileNotFoundError, BadCheckpoint):
         return None
     return info if info["finished"] else None
@@ -363,7 +367,7 @@ def is_requeued() -> bool:
 
 def find_start(
     out: Path, name: str, code: str, fresh: bool, context: distributed.Context
-) -> Tuple[Path, Optional[Saved], bool]:
+) -> Tuple[Path, Optional[ModelFile], bool]:
     """Find the folder of a training, and the checkpoint to start from. All ranks call this.
 
     Nodes may share `out`, or have folders of their own: all ranks take the checkpoint with the most
@@ -396,7 +400,7 @@ def find_start(
     )
     if not begins_again:
         saved = _load_newest_of_nodes(folder, context)
-        if not is_finished or (saved and saved[1]["history"][-1]["code"] == code):
+        if not is_finished or (saved and saved.info["history"][-1]["code"] == code):
             # Rank 0 publishes, so its node needs the files.
             return folder, saved, distributed.broadcast(best is not None)
     new_folder = _name_folder(out, name, number + 1)
@@ -419,19 +423,19 @@ def _name_folder(out: Path, name: str, number: int) -> Path:
     return out / (name if number == 1 else f"{name}-{number}")
 
 
-def _load_newest_of_nodes(folder: Path, context: distributed.Context) -> Optional[Saved]:
+def _load_newest_of_nodes(folder: Path, context: distributed.Context) -> Optional[ModelFile]:
     """Load the checkpoint with the most steps of all nodes. All ranks call this together."""
     saved = load_newest(folder, repair=True) if context.is_first_of_node else None
-    steps = distributed.all_gather(saved[1]["step"] if saved else -1)
+    steps = distributed.all_gather(saved.info["step"] if saved else -1)
     if max(steps) < 0:
         return None
     tensors, info = saved or ({}, {})
     # Sending a tensor sends all of the memory that it is part of, which may be the whole file.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    return distributed.broadcast((tensors, info), steps.index(max(steps)))
+    return distributed.broadcast(ModelFile(tensors, info), steps.index(max(steps)))
 
 
-def load_to_continue(folder: Path, fingerprint: Info) -> Saved:
+def load_to_continue(folder: Path, fingerprint: Info) -> ModelFile:
     """Load the newest checkpoint of a training that another one continues, and return it.
 
     Args:
@@ -445,7 +449,7 @@ def load_to_continue(folder: Path, fingerprint: Info) -> Saved:
     saved = load_newest(folder)
     if saved is None:
         raise RequestError(f"--continue {folder}: there is no checkpoint step-*")
-    info = saved[1]
+    info = saved.info
     allowed = {*VALIDATION, *(f"train.{key}" for key in SCHEDULE)}
     for key in list_changed_keys(info["fingerprint"], fingerprint):
         if key not in allowed:

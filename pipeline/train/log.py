@@ -24,13 +24,13 @@ from pipeline.tracking import CURVES
 from pipeline.train.checkpoint import (
     Info,
     Metrics,
-    Saved,
     Tensors,
     TrainState,
     list_changed_keys,
     select_by_prefix,
 )
 from superglue_sift.files import write_atomically, write_csv, write_json
+from superglue_sift.network.weights import ModelFile
 from superglue_sift.progress import Progress
 
 Rows = List[Metrics]  # The points of a curve, each with its `step`
@@ -219,7 +219,7 @@ class TrainingLog:
         context: distributed.Context,
         pairs: int,
         baseline: float,
-        saved: Optional[Saved],
+        saved: Optional[ModelFile],
     ) -> None:
         """Begin the curves, or continue those of a checkpoint.
 
@@ -242,7 +242,7 @@ class TrainingLog:
         for kind, rows in self.curves.items():
             run.log_points(kind, rows)
         # The sums of the next point. Ranks add theirs, so the others begin at 0.
-        unlogged = saved[1]["unlogged_sums"] if saved else {}
+        unlogged = saved.info["unlogged_sums"] if saved else {}
         self.sums: Metrics = dict(unlogged) if context.is_main else dict.fromkeys(unlogged, 0.0)
         self._validation = ""
         self._restart_clock()

@@ -139,7 +139,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tenso
         index, name = key.split(".", 1)
         # Adam's step is a number in torch 1.10, a tensor in later versions.
         plain = name == "step" and not hasattr(torch, "compile")
-        state.setdefault(int(index), {})[name] = int(tensor.item()) if plain else tensor
+        state.setdefault(int(index), {})[name] = tensor.item() if plain else tensor
     optimizer.load_state_dict(
         {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     )

@@ -15,12 +15,13 @@ from pipeline.errors import STOPPED, RequestError, WorkError
 from pipeline.keypoints.store import KeypointStore
 from pipeline.params import Params, name_data
 from pipeline.train import build, checkpoint, log
-from pipeline.train.checkpoint import BEST, Info, Metrics, Saved, Tensors
+from pipeline.train.checkpoint import BEST, Info, Metrics, Tensors
 from pipeline.train.data import StepBatches
 from pipeline.train.log import TrainingLog
 from pipeline.train.loss import MatchingObjective, Validation, choose_validation_pairs
 from pipeline.train.optimizer import choose_precision, compute_learning_rate, detect_abilities
 from pipeline.train.step import train_step
+from superglue_sift.network.weights import ModelFile
 from superglue_sift.progress import Progress
 
 MAX_SKIPPED = 20  # More steps without a finite gradient mean that the training diverges
@@ -102,9 +103,9 @@ def train(  # noqa: C901, a story that is told in one piece
         if context.is_first_of_node:
             # A restart after a fault finds this folder, and does not begin again with --fresh.
             folder.mkdir(parents=True, exist_ok=True)
-            if saved and not checkpoint.get_path(folder, saved[1]["step"]).is_file():
+            if saved and not checkpoint.get_path(folder, saved.info["step"]).is_file():
                 # The checkpoint is of another training or node, and a node resumes from its own.
-                checkpoint.save(folder, saved[1]["step"], *saved)
+                checkpoint.save(folder, saved.info["step"], *saved)
 
         # --- the network, its initial weights, and what trains it
         # Devices may differ, and all ranks need one precision.
@@ -138,7 +139,7 @@ def train(  # noqa: C901, a story that is told in one piece
             if context.is_main:
                 print(f"resuming at step {state.step} of {options.steps}", *changes, sep="\n")
             # Metrics on other pairs cannot be compared.
-            if state.best_weights and saved[1]["fingerprint"]["validation"] != validation.digest:
+            if state.best_weights and saved.info["fingerprint"]["validation"] != validation.digest:
                 metrics = compute_metrics_of(state.best_weights, objective, validation)
                 state.best_metrics = {**metrics, "f1_ratio_test": baseline}
 
@@ -431,7 +432,7 @@ def check_request(
 
 
 def resume(
-    state: checkpoint.TrainState, saved: Saved, fingerprint: Info, computed_by: Info
+    state: checkpoint.TrainState, saved: ModelFile, fingerprint: Info, computed_by: Info
 ) -> Tuple[List[Info], List[str]]:
     """Restore the state of a checkpoint, and note what has changed since.
 

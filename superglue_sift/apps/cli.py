@@ -284,8 +284,9 @@ def make_parser() -> Parser:
 def _add_pairing(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose pairs of photographs."""
     pairing_help = (
-        "all pairs; each image with the K before it by name, or with the K most similar; or auto"
-        f" (default): all pairs of up to {pairing.MAX_EXHAUSTIVE} images, else the K most similar"
+        "exhaustive: all pairs; sequential: each image with the K before it; nearest: with the K"
+        f" most similar; auto (default): all pairs of up to {pairing.MAX_EXHAUSTIVE} images, else"
+        " nearest"
     )
     parser.add_argument(
         "--pairing", choices=pairing.PAIRINGS, default=pairing.AUTO, help=pairing_help
@@ -306,8 +307,8 @@ def _add_folder_outputs(parser: argparse.ArgumentParser) -> None:
     colmap_help = "also write a new COLMAP database; implies --scene and refines its keypoints"
     group.add_argument("--colmap", metavar="FILE", type=Path, help=colmap_help)
     camera_help = (
-        "what has one camera in the database (default: all images whose EXIF data name the same"
-        " camera, and each of the others)"
+        "which images share a camera (default: those whose EXIF data name the same one; each other"
+        " image has its own)"
     )
     group.add_argument("--camera-per", choices=("folder", "image"), help=camera_help)
 
@@ -353,7 +354,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         f" {scene.RESIZE}); those below {ENLARGED_TO} are enlarged; 0 does neither"
     )
     group.add_argument("--resize", metavar="PX", type=int, help=resize_help)
-    scene_help = "photographs of one place: verify each pair, and add guided matches"
+    scene_help = "photographs of one place: accept or reject each pair, and add epipolar matches"
     group.add_argument("--scene", action=argparse.BooleanOptionalAction, help=scene_help)
     accept_help = (
         "with --scene: minimum probability that both images show one place (default"
@@ -361,11 +362,11 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--accept", metavar="P", type=float, help=accept_help)
     min_matches_help = (
-        "with --scene: skip pairs with fewer matches of the ratio test (default"
+        "with --scene: skip pairs with fewer inliers of the ratio test (default"
         f" {scene.MIN_MATCHES})"
     )
     group.add_argument("--min-matches", metavar="N", type=int, help=min_matches_help)
-    extractor_help = "run this extractor, which a model that is not of SIFT names"
+    extractor_help = "the extractor of a model that was not trained on SIFT"
     group.add_argument("--extractor", metavar="MODULE:FUNCTION", help=extractor_help)
     device_help = "auto (default: a GPU if there is one), cpu, cuda or cuda:N"
     group.add_argument("--device", metavar="NAME", help=device_help)

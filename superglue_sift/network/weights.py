@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Dict, Mapping, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Tuple
 
 import numpy as np
 import torch
@@ -78,11 +78,20 @@ def save_model_file(path: FileName, tensors: Mapping[str, Tensor], info: Mapping
     write_atomically(path, encode_model_file(tensors, info))
 
 
-def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
-    """Read and verify a model file.
+class ModelFile(NamedTuple):
+    """The content of a model file: a model, or a checkpoint of a training.
 
-    Returns:
-        The tensors by name, and the description.
+    Attributes:
+        tensors: the tensors by name.
+        info: the description, as JSON values.
+    """
+
+    tensors: Tensors
+    info: Dict[str, Any]
+
+
+def load_model_file(path: FileName) -> ModelFile:
+    """Read and verify a model file.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -107,7 +116,7 @@ def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
         raise BadCheckpoint(
             f"{path}: not a model file of this project ({error}); copy it again, or name another"
         ) from error
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}, info
+    return ModelFile({name: torch.from_numpy(array) for name, array in arrays.items()}, info)
 
 
 def find_shipped_weights() -> Path:
