@@ -59,12 +59,11 @@ def describe_weights(info: dict, sections: dict, metrics: dict, source: Path) ->
         description[provenance.PHOTOGRAPHS_KEY] = info[provenance.PHOTOGRAPHS_KEY]
         data = info["data"]
         trained_with = info["train"]
+        versions = info["versions"][-1]  # Of the packages that trained the last steps
     except KeyError as error:
         raise RequestError(
             f"{source}: has no {error}, so it is no best.safetensors of a training"
         ) from None
-    # Add digests and versions, but nothing that differs between two clones.
-    versions = provenance.get_release_versions(ESSENTIAL).items()
     return {
         **description,
         "match_threshold": read_match_threshold(info),
@@ -74,7 +73,7 @@ def describe_weights(info: dict, sections: dict, metrics: dict, source: Path) ->
             "initial_weights.digest": info.get("initial_weights", ""),
             "source.sha256": compute_file_sha256(source),
             "version": __version__,
-            **{f"version.{name}": version for name, version in versions},
+            **{f"version.{name}": versions[name] for name in ESSENTIAL if name in versions},
         },
         "params": {key: value for key, value in flatten(sections).items() if key not in PATH_KEYS},
         "trained_with": {

@@ -211,6 +211,8 @@ class TrainParams(Section):
             raise ValueError(
                 f"decay_start = {start}: must be at least warmup_steps ({self.warmup_steps})"
             )
+        if self.schedule == "constant_decay" and start == 0:
+            raise ValueError("decay_start = 0: must be above 0 when schedule is 'constant_decay'")
         if self.schedule == "wsd" and start >= self.steps:
             raise ValueError(
                 f"decay_start = {start}: must be below steps ({self.steps}) when schedule is 'wsd'"

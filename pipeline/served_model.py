@@ -75,11 +75,14 @@ def extract_request_image(matcher: Matcher, image: Any, name: str) -> Features:
         array = np.empty(0)
     has_image_shape = array.ndim == 2 or array.shape[2:] == (3,)
     is_image = array.dtype.kind in "iuf" and has_image_shape and 0 < array.size <= 3 * MAX_PIXELS
-    if not is_image or not (array.min() >= 0 and array.max() <= 255):  # Both are False for NaN
+    with np.errstate(invalid="ignore"):  # NaN has no whole number
+        pixels = array.astype(np.uint8) if is_image else None
+    if pixels is None or not np.array_equal(pixels, array):
         raise RequestError(
-            f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255"
+            f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3), whole numbers"
+            " from 0 to 255"
         )
-    return matcher.extract(array.astype(np.uint8))
+    return matcher.extract(pixels)
 
 
 def to_lists(values: Any) -> Any:

@@ -410,7 +410,8 @@ class MatchResult:
     def summarize(self) -> str:
         """Describe in two lines what the matches fit, and how many there are.
 
-        The second line has the numbers of keypoints and of refined matches.
+        The second line has the numbers of keypoints and of refined matches, and whether a pair of a
+        scene was accepted.
         """
         parts = [f"keypoints {len(self.keypoints0)} and {len(self.keypoints1)}"]
         if self.deviations is not None:
@@ -418,6 +419,9 @@ class MatchResult:
             parts.append(f"{len(deviations)} matches refined")
             if len(deviations):
                 parts[-1] += f", to {np.median(deviations):.2f} px at the median"
+        if self.pair_score is not None:
+            verdict = "accepted" if self.accepted else "not accepted"
+            parts.append(f"one place with probability {self.pair_score:.2f}: {verdict}")
         return f"{self.describe_fits()}\n{'; '.join(parts)}"
 
     def show(

@@ -188,8 +188,8 @@ class Matcher:
         # Check the settings before the model is loaded.
         _check_choice("precision", precision, PRECISIONS)
         rules = _make_rules(scene, **_drop_none(accept=accept, min_matches=min_matches))
-        device = choose_device(device)
-        model, info = load_model(path or find_shipped_weights(), device)
+        chosen_device = choose_device(device)
+        model, info = load_model(path or find_shipped_weights(), chosen_device)
         network = _prepare_network(model, precision, compile)
         # Sizes that are None are those of scenes, or the defaults of this class.
         sizes = _drop_none(
@@ -198,7 +198,7 @@ class Matcher:
         file = str(Path(path).resolve()) if path else None
         return cls(
             network,
-            device,
+            chosen_device,
             **{**(SIZES if scene else {}), **sizes},
             threshold=read_match_threshold(info) if threshold is None else threshold,
             extractor=_choose_extractor(model.config.extractor, extractor),
@@ -206,6 +206,7 @@ class Matcher:
             rules=rules,
             frame=frame,
             info=info,
+            # Another machine, which may have no GPU, chooses its own device for "auto".
             _reload=functools.partial(
                 cls.load, file, device, precision=precision, compile=compile, extractor=extractor
             ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
@@ -32,6 +31,7 @@ from pipeline.evaluate.report import Results
 from pipeline.evaluate.scoring import MatchOutcomes, PairScores, ScoringSettings, score_pair
 from pipeline.workers import prefetch
 from superglue_sift import drawing
+from superglue_sift.environment import count_usable_cores
 from superglue_sift.features.images import BadImage
 from superglue_sift.progress import Progress
 
@@ -149,7 +149,7 @@ def match_and_score(
 
     # Threads suffice, because decoding, warping, SIFT, the networks and robust estimators release
     # the GIL.
-    threads = min(os.cpu_count() or 1, MAX_THREADS)
+    threads = min(count_usable_cores(), MAX_THREADS)
     all_scores = []
     with contextlib.closing(prefetch(load, range(len(source)), threads, threads)) as scenes:
         pairs = (pair for scene in scenes for pair in scene)

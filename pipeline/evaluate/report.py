@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -38,6 +37,7 @@ from superglue_sift.files import write_atomically, write_json
 SUMMARY = "summary.txt"
 TEXT = "report.txt"
 PAGE = "index.html"
+PROTOCOL = "protocol.json"
 # What the metric of `choose_recall_metric` means, in plain words
 RECALL_MEANINGS = {"recall": "true matches found", "matching_score": "of keypoints"}
 # Metrics without an estimator, in the order of the columns: the heading, and its meaning
@@ -379,13 +379,19 @@ def make_csv_tables(results: Results) -> Dict[str, pd.DataFrame]:
 
 
 def write_files(out: Path, results: Results, curves: Optional[Path] = None) -> None:
-    """Write all files of the report. Remove the curves and pictures of another evaluation.
+    """Write all files of the report. Remove the curves and pictures of an earlier report.
 
     Args:
         out: the folder of the report.
         results: the results of the evaluation.
         curves: the SVG of the learning curve for the page.
     """
+    # The folder may be one of the user, with curves and pictures of other things.
+    is_report = (out / PROTOCOL).is_file()
+    for path in (*out.glob("curves/*.*"), *out.glob("pictures/*.png")) if is_report else ():
+        path.unlink()
+    for folder in ("curves", "pictures"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
     # Write the metrics for DVC and for programs.
     values = {
         f"{matcher}.{name_metric(*key)}": None if math.isnan(value) else round_number(value)
@@ -393,10 +399,7 @@ def write_files(out: Path, results: Results, curves: Optional[Path] = None) -> N
     }
     write_json(out / "metrics.json", values, indent=2)
     write_json(out / "summary.json", select_headline(results), indent=2)
-    write_json(out / "protocol.json", results.protocol, indent=2)
-    for folder in ("curves", "pictures"):
-        shutil.rmtree(out / folder, ignore_errors=True)
-        (out / folder).mkdir(parents=True)
+    write_json(out / PROTOCOL, results.protocol, indent=2)
     for name, frame in make_csv_tables(results).items():
         content = frame.map(round_number).to_csv(index=False, lineterminator="\n")
         write_atomically(out / f"{name}.csv", content)

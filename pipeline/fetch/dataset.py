@@ -257,16 +257,16 @@ def find_sample_folder() -> Path:
 
 
 def copy_sample(target: Path) -> List[Entry]:
-    """Copy the bundled photographs into the folder `target`, which is emptied.
+    """Copy the bundled photographs into the folder `target`.
 
     Returns:
         The entries of the photographs, with the splits of SAMPLE.
     """
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     entries = []
     for split, names in SAMPLE.items():
         for name in names:
+            (target / name).unlink(missing_ok=True)  # It may be a link to DVC's cache
             shutil.copyfile(find_sample_folder() / name, target / name)
             entries.append(read_file_entry(target, name, split, target.name))
     return entries

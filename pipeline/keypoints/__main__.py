@@ -173,12 +173,8 @@ def _check_bad_images(
 
 
 def _compute_metrics(out: Path, bad_images: Sequence[Any]) -> Dict[str, Any]:
-    """Return the metrics of the stores in `out`, which are the same in every run.
-
-    If there are images of which no view has a keypoint, print a line.
-    """
+    """Return the metrics of the stores in `out`, which are the same in every run."""
     metrics: Dict[str, Any] = {}
-    empty_images: List[str] = []
     for split in SPLITS:
         store = KeypointStore(out / split, verify="none")
         metrics[split] = {
@@ -188,13 +184,7 @@ def _compute_metrics(out: Path, bad_images: Sequence[Any]) -> Dict[str, Any]:
             "keypoints_median": float(np.median(store.counts)),
             "views_without_keypoints": int((store.counts == 0).sum()),
         }
-        empty_images += [store.images[image] for image in np.flatnonzero(~store.counts.any(axis=1))]
     metrics["bad_images"] = len(bad_images)
-    if empty_images:
-        print(
-            f"keypoints: {len(empty_images)} images have no keypoint, such as {empty_images[0]}:"
-            " they are flat, transparent, or have few gray levels"
-        )
     return metrics
 
 

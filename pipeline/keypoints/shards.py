@@ -146,7 +146,7 @@ def write_shard_and_note(shard: Shard, results: Iterable[Result]) -> None:
 def write_index_and_delete_others(
     folder: Path, shards: Sequence[Shard], images: ImageSet, settings: KeypointsParams
 ) -> None:
-    """Write store.json from the notes of all shards, and delete all other files of the folder.
+    """Write store.json from the notes of all shards, and delete what is no part of the store.
 
     All ranks must be done, because an unknown file may be one that another rank writes.
 
@@ -166,10 +166,10 @@ def write_index_and_delete_others(
         )
     extractor = extractors.load_extractor(settings.extractor)
     write_json(folder / store.INDEX, store.make_index(rows, settings.views_per_image, extractor))
-    # All other files are notes, shards of other parameters, and partial files after a kill.
-    expected_names = {store.INDEX, *(shard.path.name for shard in shards)}
-    for path in folder.iterdir():
-        if path.name not in expected_names and not path.is_dir():
+    # Notes, shards of other parameters, and partial files after a kill
+    shard_names = {shard.path.name for shard in shards}
+    for path in (*folder.glob("shard-*"), *folder.glob(".*.tmp")):
+        if path.name not in shard_names:
             path.unlink()
 
 

@@ -155,7 +155,8 @@ def match_folder(
     store = FeatureStore(matcher, features, masks, folder)
     outputs = [path for path in (out, features, masks) if path]
     named_photos, named_pairs = _name_photos(folder, images, pairs, outputs)
-    if not store.is_sift and resolve_pairing(pairing, k, len(named_photos)) == "nearest":
+    chosen_pairing = resolve_pairing(pairing, k, len(named_photos))
+    if named_pairs is None and chosen_pairing == "nearest" and not store.is_sift:
         raise RequestError("--pairing nearest compares SIFT; use exhaustive or sequential")
     bad_images = extract_photos(named_photos, store)
     photos = [photo for photo in named_photos if str(photo.path) not in bad_images]
@@ -247,7 +248,11 @@ def _name_photos(
         outputs: folders that hold no photographs.
     """
     if pairs is None:
-        return name_images(list_photos(folder, outputs) if images is None else images, folder), None
+        if images is None:
+            # An earlier command may have written pictures of matches into the folder.
+            photos = list_photos(folder, outputs)
+            images = [path for path in photos if not path.name.endswith(f"_{PICTURE_ENDING}")]
+        return name_images(images, folder), None
     if isinstance(pairs, (str, Path)):
         named_pairs = read_pair_list(Path(pairs), folder)
     else:
@@ -383,12 +388,13 @@ def _write_tables(
         rows: the rows of pairs.csv. None if the matches are not of a scene.
         bad_images: the reason for each file that cannot be read.
     """
-    table = out / PAIR_LIST
-    if rows is not None:
-        write_csv(table, [PAIR_COLUMNS, *rows])
-    # A table of a scene lists results that were matched again. Other files are the user's.
-    elif table.is_file() and table.read_bytes().startswith(",".join(PAIR_COLUMNS).encode()):
-        table.unlink()
-    (out / BAD_IMAGES).unlink(missing_ok=True)
-    if bad_images:
-        write_csv(out / BAD_IMAGES, [("image", "reason"), *bad_images.items()])
+    tables = (
+        (out / PAIR_LIST, PAIR_COLUMNS, rows),
+        (out / BAD_IMAGES, ("image", "reason"), list(bad_images.items()) or None),
+    )
+    for path, columns, table in tables:
+        if table is not None:
+            write_csv(path, [columns, *table])
+        # An earlier call wrote a file with this header. Another file is the user's.
+        elif path.is_file() and path.read_bytes().startswith(",".join(columns).encode()):
+            path.unlink()

@@ -42,15 +42,13 @@ PhotoPair = Tuple[PhotoFile, PhotoFile]
 
 
 def name_images(paths: Iterable[FileName], root: FileName) -> List[PhotoFile]:
-    """Name the files to match by their paths below `root`. Pictures of matches are left out.
+    """Name the files to match by their paths below `root`.
 
     Args:
         paths: the files. A file that is named twice counts once.
         root: their folder.
     """
-    # An earlier command may have written pictures of matches into the folder.
-    photos = [path for path in map(Path, paths) if not path.name.endswith(f"_{PICTURE_ENDING}")]
-    by_path = {Path(os.path.abspath(path)): path for path in photos}  # A file counts once.
+    by_path = {Path(os.path.abspath(path)): Path(path) for path in paths}  # A file counts once.
     named = name_photos(list(by_path), Path(os.path.abspath(root)))
     return [photo._replace(path=by_path[photo.path]) for photo in named]
 

@@ -145,8 +145,11 @@ def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
     if image.size != stored_size:
         mask_text, photo_text = ("x".join(map(str, size)) for size in (image.size, stored_size))
         raise RequestError(f"{path}: the mask has {mask_text} pixels, its photograph {photo_text}")
-    # Keep deep gray: converting to 8 bits would turn small values into 0.
-    is_black = np.asarray(image if image.mode[0] in "IF" else image.convert("L")) == 0
+    try:
+        # Keep deep gray: converting to 8 bits would turn small values into 0.
+        is_black = np.asarray(image if image.mode[0] in "IF" else image.convert("L")) == 0
+    except Exception as error:  # Decoders of damaged data raise any type of error
+        raise BadImage(str(path), _explain_damage(str(image.format), error)) from None
     return turn_upright(np.where(is_black, 0, 255).astype(np.uint8), turned)
 
 
@@ -177,7 +180,6 @@ def decode_photo(data: bytes, name: str, gray: bool, frame: str) -> Photo:
     decoded = _decode_by_tifffile(data, name, gray) if data[:4] in TIFF_STARTS else None
     # So far the pixels are as stored.
     pixels, mask, turn = decoded or _decode_by_pillow(data, name, gray)
-    turn = turn if turn in range(1, 9) else 1
     if frame == UPRIGHT:
         pixels = turn_upright(pixels, turn)
         mask = None if mask is None else turn_upright(mask, turn)
@@ -285,13 +287,14 @@ def _register_heic() -> bool:
 
 
 def _read_orientation(image: Image.Image) -> int:
-    """Read the EXIF orientation. It is 1 if there is none, or if it is damaged."""
+    """Read the EXIF orientation, 1 to 8. It is 1 if there is none, or if it is damaged."""
     for key in ("xmp", "XML:com.adobe.xmp"):
         image.info.pop(key, None)  # Pillow would use XMP where EXIF has no orientation
     try:
-        return image.getexif().get(ORIENTATION, 1)
+        orientation = image.getexif().get(ORIENTATION, 1)
     except Exception:  # Damaged EXIF data
         return 1
+    return orientation if orientation in range(1, 9) else 1
 
 
 def convert_pil(image: Image.Image) -> Tuple[np.ndarray, Optional[np.ndarray]]:

@@ -355,6 +355,15 @@ def test_pictures_of_matches_are_never_matched(work):
         assert len(npz_names(name)) == 6
 
 
+def test_files_of_the_user_stay_and_are_matched_if_they_are_named(work):
+    shutil.copy("photos/cup0.png", "photos/cup_matches.jpg")
+    Path("results").mkdir()
+    Path("results/bad_images.csv").write_text("mine\n")
+    assert run("folder photos/cup1.png photos/cup_matches.jpg --out-dir results") == 0
+    assert npz_names("results") == {"cup1_cup_matches_matches.npz"}
+    assert Path("results/bad_images.csv").read_text() == "mine\n"
+
+
 def test_masks_results_and_features_below_the_photographs_are_not_matched(work):
     save_masks(["cup0.png.png"])
     os.rename("masks", "photos/masks")

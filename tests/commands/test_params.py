@@ -45,6 +45,10 @@ def tree():
         # values that another key makes useless
         ({"fetch.path": "own"}, "path"),
         ({"train.warmup_steps": 201}, "warmup_steps"),
+        (
+            {"train.schedule": "constant_decay", "train.decay_start": 0, "train.warmup_steps": 0},
+            "decay_start",
+        ),
         ({"train.augmentation.zoom_far": 0.5}, "zoom_far"),
         # no section, an unknown key, a missing key
         ({"train": None}, "train"),

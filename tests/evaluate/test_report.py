@@ -67,6 +67,14 @@ def evaluated(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_pictures_that_are_no_report_stay(tmp_path):
+    holiday = tmp_path / "pictures/holiday.png"
+    holiday.parent.mkdir()
+    holiday.write_bytes(b"")
+    report.write_files(tmp_path, make_results(HARD, HARD + 4))
+    assert holiday.exists()
+
+
 def test_the_command_prints_the_summary(evaluated, capsys):
     assert command.main([]) == 0
     assert capsys.readouterr().out.startswith(BETTER)

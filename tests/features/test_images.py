@@ -282,6 +282,10 @@ def test_masks_are_named_as_in_colmap_and_have_the_size_of_the_stored_pixels(tmp
     assert upright[0, -1] == 255 and upright.shape == (60, 40)
     with pytest.raises(RequestError, match=r"b\.png"):
         images.read_mask(tmp_path / "b.png", (61, 40))
+    whole = (tmp_path / "b.png").read_bytes()
+    (tmp_path / "b.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RequestError, match=r"b\.png"):
+        images.read_mask(tmp_path / "b.png", (60, 40))
 
 
 # --- rotation by EXIF
@@ -303,6 +307,21 @@ def test_upright_pixels_are_those_of_opencv(color_photo, kind, orientation):
     assert upright.turned == orientation
     stored = decode_photo(data, "a", True, STORED)
     assert stored.pixels.shape == (300, 451)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
+@pytest.mark.parametrize("orientation", [0, 9])
+def test_an_orientation_that_does_not_exist_is_ignored(color_photo, kind, orientation):
+    exif = Image.Exif()
+    exif[images.ORIENTATION] = orientation
+    options = {"tiffinfo": {images.ORIENTATION: orientation}} if kind == "TIFF" else {"exif": exif}
+    picture = Image.fromarray(color_photo)
+    changed, plain = (
+        decode_photo(encode_image(picture, kind, **words), "a", False, UPRIGHT)
+        for words in (options, {})
+    )
+    np.testing.assert_array_equal(changed.pixels, plain.pixels)
+    assert changed.turned == 1
 
 
 @pytest.mark.parametrize("orientation", ORIENTATIONS)

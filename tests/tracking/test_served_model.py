@@ -155,6 +155,7 @@ def test_a_server_predicts_the_matches_of_the_matcher(post, images):
 WRONG_REQUESTS = (
     ("holiday", {}, "image1"),  # neither base64 nor pixels
     ([[1, 2], [3]], {}, "image1"),
+    ([[0.5, 1.0], [0.2, 0.0]], {}, "image1"),  # floats from 0 to 1
     (base64.b64encode(b"GIF89a").decode(), {}, "image1"),
     (None, {"max_keypoints": 0}, "max_keypoints"),
 )
