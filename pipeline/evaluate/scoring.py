@@ -145,7 +145,7 @@ def compute_errors(
     truth = labeled_pair.images.truth
     scores = matches.scores.astype(np.float64)
     # The seed depends on the pair alone, so that every matcher and every run has the same one.
-    seed = zlib.crc32(labeled_pair.images.name.encode("utf-8", "surrogateescape")) & 0x7FFFFFFF
+    seed = zlib.crc32(labeled_pair.images.name.encode()) & 0x7FFFFFFF
     detected = Points(*get_matched_points(labeled_pair.pair, matches), matcher, scores, seed)
     variants = {False: detected}  # Whether the matches are refined, and their points
     if settings.refine:

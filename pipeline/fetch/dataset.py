@@ -241,12 +241,14 @@ def read_file_entry(root: Path, name: str, split: str = "", container: str = "")
         split: "train", "val" or "test", or "" if it is not decided.
         container: key of the container in source.json, or "" if it is not decided.
     """
+    # Tables and pages have text only, so a name that is not UTF-8 is escaped, as in caf\xe9.jpg.
+    text = os.fsencode(name).decode("utf-8", "backslashreplace")
     try:
         data = (root / name).read_bytes()
     except OSError:
-        return Entry(name, split, container, name, 0, "")
+        return Entry(text, split, container, name, 0, "")
     crc32 = f"{zlib.crc32(data):08x}"
-    return Entry(name, split, container, name, len(data), crc32, packed=len(data))
+    return Entry(text, split, container, name, len(data), crc32, packed=len(data))
 
 
 def find_sample_folder() -> Path:
@@ -296,8 +298,8 @@ class Container:
         """Return a text for the content of each image, by name. Copies have the same text."""
         entries = self.read_entries(self.names)
         return {
-            entry.name: f"{entry.size}-{entry.crc32}" if entry.crc32 else entry.name
-            for entry in entries
+            name: f"{entry.size}-{entry.crc32}" if entry.crc32 else name
+            for name, entry in zip(self.names, entries)
         }
 
     def read_entries(self, names: Sequence[str], split: str = "", key: str = "") -> List[Entry]:

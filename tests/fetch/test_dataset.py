@@ -56,6 +56,16 @@ def test_images_read_back_and_a_changed_one_is_bad(image_folder):
         images.read(second)
 
 
+def test_a_name_that_is_not_utf8_is_escaped(tmp_path):
+    member = os.fsdecode(b"caf\xe9.jpg")
+    (tmp_path / member).write_bytes(b"x")
+    container = open_container(tmp_path)
+    (entry,) = container.read_entries(container.names, "train", "train")
+    assert entry.name == r"caf\xe9.jpg" and entry.member == member
+    assert list(container.contents) == [member]
+    assert dataset.ImageSet([entry], {"train": str(tmp_path)}).read(entry) == b"x"
+
+
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_images_of_a_zip_are_read_in_place(tmp_path, photo, method):
     data = cv2.imencode(".bmp", photo)[1].tobytes()
