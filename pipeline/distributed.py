@@ -221,10 +221,8 @@ def _abandon_group() -> None:
     # The group is never released, because its destructor waits for gloo's threads, and these may
     # wait for other ranks.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    if torch.cuda.is_available() and hasattr(group, "_get_backend"):
-        nccl = group._get_backend(torch.device("cuda"))
-        if hasattr(nccl, "abort"):
-            nccl.abort()
+    if torch.cuda.is_available():
+        torch_compat.abort_nccl(group)
 
 
 def has_other_ranks() -> bool:

@@ -196,7 +196,7 @@ def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
         name = signal.Signals(-code).name
         print(f"rank {rank} was killed ({name}), perhaps for lack of memory", file=sys.stderr)
         if attempt < restarts and is_one_node():
-            print("starting again from the newest checkpoint", file=sys.stderr)
+            print("starting again where it was", file=sys.stderr)
     return 1
 
 

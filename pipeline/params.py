@@ -1,9 +1,9 @@
 """Load params.yaml, and check the types and limits of its keys.
 
-`presets/sample.yaml` explains each key. A key of a stage has no default, so that DVC sees every
-value that a result depends on. Only `train.model` and `train.augmentation` have those of their
-classes. All sections are checked, so that a misspelled key of the last stage is reported
-before the first stage runs.
+`presets/sample.yaml` explains each key. A key that decides a result has no default, so that DVC
+sees its value. Only `train.model` and `train.augmentation` have the defaults of their classes. In
+`run`, keys that decide no result have defaults. All sections are checked, so that a misspelled key
+of the last stage is reported before the first stage runs.
 """
 
 from __future__ import annotations

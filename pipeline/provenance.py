@@ -34,7 +34,7 @@ COMPUTING = (
     "opencv-contrib-python",
 )
 PACKAGES = (*COMPUTING, "safetensors", "dvc", "mlflow", "nvidia-dali-cuda110")
-# Variables of the container's image. A run has them as parameters, such as `image.digest`.
+# Variables of the container's image. A run has them as parameters, such as `image.revision`.
 VARIABLES = ("IMAGE_STACK", "IMAGE_REVISION")
 PHOTOGRAPHS_KEY = "trained_on"  # Key of the digest in a model's description
 UNKNOWN = "unknown"  # The only line of the list if the photographs are not known

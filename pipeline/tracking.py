@@ -1,9 +1,9 @@
 """Runs of trainings in MLflow.
 
 The curves of a training are on disk, in its checkpoints and in reports/train/curves. MLflow gets a
-copy: a thread of rank 0 sends what the server lacks, so no server can delay, stop or fail a
-training. `reports/train/mlflow.json` describes the run, and has no password. What did not arrive is
-sent later, once, from these files:
+copy: a thread of rank 0 sends what the server lacks. So no server can stop or fail a training, or
+hold up its end for more than a minute. `reports/train/mlflow.json` describes the run, and has no
+password. What did not arrive is sent later, once, from these files:
 
     python -m pipeline.tracking send    send what the server lacks
     python -m pipeline.tracking ui      MLflow's pages on the store of this clone

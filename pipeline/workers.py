@@ -125,7 +125,7 @@ def block_signals() -> Iterator[None]:
 
 
 def ignore_signals(worker_index: int, parent_id: int) -> None:
-    """Let a process that loads batches ignore STOP_SIGNALS, and end with the process `parent`.
+    """Let a process that loads batches ignore STOP_SIGNALS, and end with its parent.
 
     A signal may go to all processes of a job, but the training needs the batches of its last step.
 

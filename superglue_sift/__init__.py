@@ -4,9 +4,9 @@
 
     result = Matcher.load().match("A.jpg", "B.jpg")
 
-The library needs torch, numpy, scipy, OpenCV, Pillow, tifffile, safetensors and tqdm. ONNX, HEIC
-and the page in the browser need further packages, which are imported on use. `pipeline` trains the
-models. Read the modules in this order:
+The library needs torch, numpy, scipy, OpenCV, Pillow, tifffile, safetensors and tqdm. COLMAP, hloc,
+ONNX, HEIC, relative poses and the page in the browser need further packages, which are imported on
+use. `pipeline` trains the models. Read the modules in this order:
 
     matcher, match_result    match two images, fit geometries, draw the matches.
     matches                  holds matches as indices and scores.

@@ -96,14 +96,13 @@ class Matcher:
         network_keypoints: maximum number of keypoints of an image that are selected for the network
             (`nearest.select_keypoints`). Time and memory grow with its square.
         resize: longer side in px to which images are reduced for SIFT. Images below
-            `extraction.ENLARGED_TO` are enlarged to it. If 0, images keep their size. Features and
-            results are in px of the file in any case.
+            768 px are enlarged to this size, at most twice. If 0, images keep their size. Features
+            and results are in px of the file in any case.
         threshold: minimum probability of a match of the network.
         extractor: the extractor of keypoints. None if it may not be run.
         refine: whether to refine positions by the pixels, if there are any
-            (`MatchResult.refined1`). None becomes True without `rules`, and False with them: a
-            scene has many matches, and takes the positions on which all pairs agree
-            (`tracks.refine_tracks`).
+            (`MatchResult.refined1`). None means True without `rules`, and False with them. The
+            positions in a database are refined once, for all pairs (`tracks.refine_tracks`).
         rules: rules for images of one scene, of which not every two overlap. Each pair is first
             accepted or rejected, then matches of all keypoints are added (`scene`). If None,
             match any images.

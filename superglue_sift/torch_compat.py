@@ -1,18 +1,19 @@
 """Hide differences between versions of torch, and between processors, in one function each.
 
 Stack "cu111" is Python 3.9 with torch 1.10. Stack "modern" is Python 3.11 with torch 2.x. No other
-code checks versions. The functions at the end are for training.
+code checks the version of torch. The functions at the end are for training.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, ContextManager, Dict, List, Optional
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -22,12 +23,8 @@ from torch import Tensor, nn
 MAX_WEIGHTS = 1 << 26
 
 
-def compute_attention_in_chunks(
-    q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]
-) -> Tensor:
-    """Compute softmax(q k^T / sqrt(d)) v for torch 1.10, which has no kernel for attention.
-
-    Chunks of queries are computed one by one, and once more for the gradient.
+def compute_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
+    """Compute softmax(q k^T / sqrt(d)) v without storing the weights (SuperGlue, equation 4).
 
     Args:
         q: queries, (B, H, M, d).
@@ -38,17 +35,44 @@ def compute_attention_in_chunks(
     Returns:
         (B, H, M, d).
     """
+    if not hasattr(nn.functional, "scaled_dot_product_attention"):
+        # torch 1.10 has no kernel for attention.
+        return _compute_attention_in_chunks(q, k, v, visible)
+    if visible is not None and is_traced():
+        # The kernel adds this mask. With a bool mask, ONNX would also test all weights for nan,
+        # which takes half of the time of a pair.
+        visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -math.inf)
+    with _disable_cudnn() if q.is_cuda else contextlib.nullcontext():
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+def _disable_cudnn() -> ContextManager[Any]:
+    """Return a context without cuDNN, which takes 70 ms on an H100 to plan each new shape."""
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        # torch 2.2 or older
+        return contextlib.nullcontext()
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+
+
+def _compute_attention_in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]
+) -> Tensor:
+    """Compute attention for chunks of queries one by one, and once more for the gradient."""
     # Take as many queries at a time as have at most MAX_WEIGHTS weights.
     rows = max(MAX_WEIGHTS // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
-    attend: Callable[..., Any] = _compute_attention
+    attend: Callable[..., Any] = _multiply_by_attention
     if torch.is_grad_enabled():
         attend = functools.partial(
-            torch_checkpoint.checkpoint, _compute_attention, preserve_rng_state=False
+            torch_checkpoint.checkpoint, _multiply_by_attention, preserve_rng_state=False
         )
     return torch.cat([attend(chunk, k, v, visible) for chunk in q.split(rows, 2)], 2)
 
 
-def _compute_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
+def _multiply_by_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
     """Compute attention by matrix products, with the softmax in float32 or wider."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     logits = (q @ k.transpose(-1, -2)).to(dtype) / math.sqrt(q.shape[-1])
@@ -172,6 +196,14 @@ def get_fused_adam_options() -> Dict[str, bool]:
     return {"fused": True} if can_compile() else {}
 
 
+def restore_optimizer_value(name: str, value: Tensor) -> Any:
+    """Return a value of an optimizer's state as `torch.optim` expects it.
+
+    The step of Adam is a number in torch 1.10, and a tensor in later versions.
+    """
+    return value if name != "step" or can_compile() else value.item()
+
+
 def interpolate_in_place(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
     """Move each tensor of `values` towards its target by a part of the way (`weight`), in place.
 
@@ -194,6 +226,14 @@ def choose_backend(device_type: str) -> str:
         return "gloo"
     # torch 2 takes one backend for each type of device.
     return "cpu:gloo,cuda:nccl" if can_compile() else "nccl"
+
+
+def abort_nccl(group: Any) -> None:
+    """End the communication of a process group by NCCL, where torch has a function for it."""
+    if hasattr(group, "_get_backend"):
+        nccl = group._get_backend(torch.device("cuda"))
+        if hasattr(nccl, "abort"):
+            nccl.abort()
 
 
 def has_amx() -> bool:

@@ -59,7 +59,7 @@ def evaluate(
         WorkError: If no pair that is not disturbed can be read.
     """
     # Match and score. Held-out photographs also make negative pairs, of photographs with nothing in
-    # common. A PairSource has no pairs.
+    # common. The base class has no pairs.
     negative_source = NegativePairs(source) if isinstance(source, HeldOutPairs) else PairSource()
     total = sum(count for part in (source, negative_source) for _, count in part.scenes)
     with Progress(total=total, desc="pairs", unit="pair") as bar:
@@ -157,7 +157,7 @@ def match_and_score(
             for scores in scored:
                 all_scores.append(scores)
                 bar.update(1)
-    # Pairs count as done, too, if their scene could not be read or if they cannot be made.
+    # Count the pairs of unreadable scenes as done.
     bar.update(sum(count for _, count in source.scenes) - len(all_scores))
     return all_scores, sorted(bad_scenes)
 

@@ -222,7 +222,7 @@ def draw_zoom(rng: np.random.Generator, size: Size, zoom: float) -> np.ndarray:
 class HeldOutPairs(PairSource):
     """Pairs of views that are rendered from held-out photographs.
 
-    Photographs smaller than a view are scaled up, as in the paper (see docs/evaluation.md).
+    Photographs smaller than a view are scaled up, at most twice (see docs/evaluation.md).
 
     Args:
         images: the images of the stage `fetch`.

@@ -2,8 +2,9 @@
 
 A shard holds a fixed range of rows of the manifest, so its bytes depend only on these rows and on
 the parameters. During the work each finished shard has a note next to it. In the end the notes
-become store.json. A shard with another fingerprint (parameters, rows, VERSION, OpenCV) is deleted.
-An undamaged shard is not computed again. Only a fixed number of images is in memory at a time.
+become store.json. A shard with another fingerprint (parameters, rows, VERSION, OpenCV, the
+extractor's code) is deleted. An undamaged shard is not computed again. Only a fixed number of
+images is in memory at a time.
 """
 
 from __future__ import annotations

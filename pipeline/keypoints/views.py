@@ -149,7 +149,7 @@ def sample_view(
         image_size: width and height of the image in px.
         view_size: width and height of the view in px. The view must fit into the image
             (`require_size`).
-        limits: the section `keypoints.views.homography`.
+        limits: the section `views.homography`.
         difficulty: from 0 (the largest upright crop, centered) to 1 (the limits in full).
     """
     for attempt in range(_TRIES):
@@ -331,7 +331,7 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
     Args:
         view: (H, W) uint8.
         rng: the generator of this view.
-        limits: the section `keypoints.views.photometric`.
+        limits: the section `views.photometric`.
     """
     brightness, contrast, gamma = rng.uniform(-1.0, 1.0, 3)
     blur, noise, jpeg, quality, x, y = rng.uniform(0.0, 1.0, 6)

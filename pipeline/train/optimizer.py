@@ -137,9 +137,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tenso
     state: Dict[int, dict] = {}
     for key, tensor in tensors.items():
         index, name = key.split(".", 1)
-        # Adam's step is a number in torch 1.10, a tensor in later versions.
-        plain = name == "step" and not hasattr(torch, "compile")
-        state.setdefault(int(index), {})[name] = tensor.item() if plain else tensor
+        value = torch_compat.restore_optimizer_value(name, tensor)
+        state.setdefault(int(index), {})[name] = value
     optimizer.load_state_dict(
         {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     )

@@ -59,8 +59,8 @@ def name_photos(paths: Sequence[Path], root: Path) -> List[PhotoFile]:
     Names have no extension if the name A_B of every pair stays unique without it.
 
     Args:
-        paths: absolute paths of the photographs.
-        root: absolute path of their folder.
+        paths: the photographs.
+        root: their folder. All paths are absolute, or all are relative to one folder.
 
     Raises:
         RequestError: If two results would have one name.

@@ -5,8 +5,9 @@ whose colors have 16 bits, and tifffile the layouts of TIFF that Pillow reads wr
 An animation gives its first picture. Only the formats of `FORMATS` are tried, since Pillow knows
 some that run other programs.
 
-Pixels of more than 8 bits are scaled by `scale_to_8_bits`. Transparent pixels and pixels without
-data are masked: an extractor finds no keypoint there.
+Pixels of more than 8 bits are scaled by `scale_to_8_bits`. Transparent pixels and values that are
+not finite are masked: an extractor finds no keypoint there. Of TIFF that tifffile reads, pixels
+without data (GDAL_NODATA) are masked, too.
 
 A camera held on its side stores rotated pixels, and EXIF tag 0x0112 (Exif 2.32, section 4.6.4) says
 how to rotate them upright, as browsers and `cv2.imread` do. COLMAP uses pixels as stored, and so do

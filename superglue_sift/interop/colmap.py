@@ -68,8 +68,8 @@ def create_database(
         photos: the photographs.
         store: their features, and the matcher.
         refine: refine keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop
-            matches of scenes that then do not fit (`find_refined_inliers`). Without this, four
-            cameras of unknown focal length move by decimeters.
+            matches of scenes that then do not fit (`find_refined_inliers`). Without it, cameras of
+            unknown focal length were off by decimeters.
         camera_per: "folder" or "image": what has one camera. If None, photographs whose EXIF data
             name the same camera share one, and each of the others has its own, as in COLMAP's
             importer.

@@ -155,7 +155,6 @@ def register() -> Type:
 
     Returns:
         The class of the matcher.
-
     """
     from hloc.utils.base_model import BaseModel  # pyright: ignore[reportMissingImports]
 

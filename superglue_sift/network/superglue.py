@@ -39,7 +39,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import Any, ContextManager, Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -63,12 +63,7 @@ from superglue_sift.network.batch import (
 from superglue_sift.network.config import SuperGlueConfig
 from superglue_sift.network.perceptron import FLOAT32, MLP, NORMS
 from superglue_sift.network.sinkhorn import log_optimal_transport
-from superglue_sift.torch_compat import (
-    checkpoint_gradients,
-    compute_attention_in_chunks,
-    is_traced,
-    sqrt,
-)
+from superglue_sift.torch_compat import checkpoint_gradients, compute_attention, sqrt
 
 # Hidden layers of the keypoint encoder (appendix, "keypoint encoder")
 ENCODER_WIDTHS = (32, 64, 128, 256)
@@ -450,42 +445,6 @@ class AttentionalLayer(nn.Module):
                 # The heads are merged: (B, H, N, d) -> (B, N, D) (equation 5).
                 messages.append(self.merge(message.transpose(1, 2).flatten(2)))
             return x + self.mlp([state, images.join_images(messages)], images.valid)
-
-
-def compute_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]
-) -> Tensor:
-    """Compute softmax(q k^T / sqrt(d)) v without storing the weights (equation 4).
-
-    Args:
-        query: (B, H, M, d).
-        key, value: (B, H, N, d).
-        visible: (B, 1, 1, N) bool, True for keys to attend to. If None, attend to all keys.
-
-    Returns:
-        (B, H, M, d).
-    """
-    if not hasattr(nn.functional, "scaled_dot_product_attention"):
-        # torch 1.10 has no kernel for attention.
-        return compute_attention_in_chunks(query, key, value, visible)
-    if visible is not None and is_traced():
-        # The kernel adds this mask. With a bool mask, ONNX would also test all weights for nan,
-        # which takes half of the time of a pair.
-        visible = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -math.inf)
-    with _disable_cudnn() if query.is_cuda else contextlib.nullcontext():
-        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
-
-
-def _disable_cudnn() -> ContextManager[Any]:
-    """Return a context without cuDNN, which takes 70 ms on an H100 to plan each new shape."""
-    try:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-    except ImportError:
-        # torch 2.2 or older
-        return contextlib.nullcontext()
-    return sdpa_kernel(
-        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    )
 
 
 class RotaryPositions(nn.Module):
