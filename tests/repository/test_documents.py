@@ -192,8 +192,10 @@ def test_every_promise_names_tests_that_exist():
             classes = re.findall(r"^class (\w+)", before, re.MULTILINE)
             if not is_there or (group and classes[-1:] != [group]):
                 missing.append(function)
-            # A star says that the test is slow. Its marks stand in the lines above it.
+            # A star says that the test is slow. Its marks stand in the lines above it, or are those
+            # of all tests of the file.
             is_slow = "slow" in before.rpartition("\n\n")[2].lower()
+            is_slow |= "pytestmark = pytest.mark.slow" in before
             assert (f"::{function}` *" in row) == is_slow, function
     assert missing == []
 
