@@ -296,8 +296,8 @@ def test_every_command_of_matching_runs(document, photographs):
 @pytest.mark.slow
 def test_a_folder_of_pairs_is_evaluated_as_the_page_says(photographs):
     make_pairs_folder()
-    (line,) = [line for _, line in COMMANDS if "--model M --pairs DIR" in line]
-    words = line.split("-m ")[1].replace("--model M ", "").replace("DIR", "hpatches").split()
+    (line,) = [line for _, line in COMMANDS if "--model M --pairs PAIRS" in line]
+    words = line.split("-m ")[1].replace("--model M ", "").replace("PAIRS", "hpatches").split()
     words[words.index("--out") + 1] = "reports"
     subprocess.run([sys.executable, "-m", *words], check=True, env=ENVIRONMENT)
     assert Path("reports/index.html").is_file()
