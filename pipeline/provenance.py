@@ -220,6 +220,7 @@ def leave_out_photographs(
     keep: bool,
     title: str,
     info: Optional[Mapping[str, Any]] = None,
+    purpose: str = "",
 ) -> Tuple[List[int], str]:
     """Leave out the photographs on which a model was trained.
 
@@ -229,10 +230,14 @@ def leave_out_photographs(
         keep: whether to keep them all, and only say how many are from the training.
         title: name of the model in the message.
         info: the description in the model's file. If None, it is read.
+        purpose: what the photographs are for, such as "validation", if one of them has to stay.
 
     Returns:
         The indices of the photographs that stay, and a message. The message is "" if the model was
         trained on none of the photographs.
+
+    Raises:
+        RequestError: If the model was trained on all of the photographs, and there is a `purpose`.
     """
     indices = list(range(len(photographs)))
     trained_on = read_photographs(model, info)
@@ -247,4 +252,10 @@ def leave_out_photographs(
         return indices, ""
     if keep:
         return indices, f"{count} are from the training of {title}"
+    if not unseen and purpose:
+        raise RequestError(
+            f"{model}: was trained on all of the {len(indices)} {purpose} photographs; hold out"
+            " others (fetch.val_path, VAL_IMAGES), train from scratch (train.init_from: ''), or"
+            " keep them with run.allow_training_images: true"
+        )
     return unseen, f"{count} left out: {title} was trained on them"

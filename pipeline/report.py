@@ -18,13 +18,10 @@ from ruamel.yaml import YAML
 
 from pipeline import errors
 from pipeline.errors import RequestError, is_in_container_image, spell_command
+from pipeline.evaluate import PAGE, SUMMARY, TEXT
 
 EVALUATION = Path("reports/evaluate")
 MODEL = Path("models/superglue.safetensors")
-# Names of files of an evaluation
-SUMMARY = "summary.txt"
-TEXT = "report.txt"
-PAGE = "index.html"
 METRICS = ("reports/train/metrics.json", "reports/evaluate/summary.json")
 # Two evaluations must have these in common, as the stage `evaluate` of dvc.lock says.
 PHOTOGRAPHS = "data/images"

@@ -238,7 +238,8 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        self.close("FINISHED" if kind is None else get_end_status(kind))
+        is_killed = kind and issubclass(kind, (KeyboardInterrupt, SystemExit))
+        self.close("FINISHED" if kind is None else "KILLED" if is_killed else "FAILED")
 
     def _add(self, item: Record) -> None:
         """Keep an item in the record, so that `send` has it as well. Closing sends it."""
@@ -346,11 +347,6 @@ def read_record(path: Path) -> Record:
         RequestError: If the file cannot be read.
     """
     return read_json(path, "") if path.is_file() else {}
-
-
-def get_end_status(kind: Any) -> str:
-    """Return FAILED or KILLED, from the type of the exception that ended the work."""
-    return "KILLED" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "FAILED"
 
 
 def read_last_steps(client: Any, run_id: str) -> Dict[str, int]:

@@ -164,11 +164,20 @@ def write_csv(path: FileName, rows: Iterable[Iterable[Any]]) -> None:
 
 def compute_file_sha256(path: FileName) -> str:
     """Compute the SHA-256 of a file as hexadecimal digits. Raises OSError if it cannot be read."""
-    sha256 = hashlib.sha256()
+    return compute_file_digest(path, "sha256")
+
+
+def compute_file_digest(path: FileName, algorithm: str) -> str:
+    """Compute a digest of a file by an algorithm of hashlib, such as "md5", as hexadecimal digits.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    digest = hashlib.new(algorithm, usedforsecurity=False)
     with open(path, "rb") as stream:
         for block in iter(lambda: stream.read(MIB), b""):
-            sha256.update(block)
-    return sha256.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_lines(path: FileName) -> List[Tuple[int, str]]:

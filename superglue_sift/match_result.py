@@ -377,7 +377,7 @@ class MatchResult:
             distances = np.linalg.norm(two_view.transform(points[0], H) - points[1], axis=1)
             is_near = distances <= FIT_PX * factors[1]
         else:
-            E = np.cross(np.eye(3), t) @ R
+            E = two_view.compute_essential_matrix(R, t)
             F = np.linalg.inv(K1).T @ E @ np.linalg.inv(K0)
             is_near = two_view.compute_epipolar_distances(F, *points, factors) <= FIT_PX
         sample = ROTATION_SAMPLE if t is None else MIN_ESSENTIAL

@@ -12,12 +12,13 @@ import itertools
 import math
 import os
 import shutil
-from pathlib import Path
 from typing import Any, Callable, ContextManager, Dict, List, Optional
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
+
+from superglue_sift.environment import CPU_INFO
 
 # Maximum number of weights of attention at a time, 256 MiB in float32
 MAX_WEIGHTS = 1 << 26
@@ -238,8 +239,7 @@ def abort_nccl(group: Any) -> None:
 
 def has_amx() -> bool:
     """Return whether torch can use matrix units of this CPU for bfloat16. torch 1.10 cannot."""
-    file = Path("/proc/cpuinfo")
-    return can_compile() and file.is_file() and "amx_bf16" in file.read_text()
+    return can_compile() and CPU_INFO.is_file() and "amx_bf16" in CPU_INFO.read_text()
 
 
 def name_dali_package() -> str:

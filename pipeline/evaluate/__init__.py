@@ -5,3 +5,10 @@
 `evaluation` does all of this for a source of pairs. `report` writes the tables, the files and the
 page.
 """
+
+from __future__ import annotations
+
+# Names of files of a report
+SUMMARY = "summary.txt"
+TEXT = "report.txt"
+PAGE = "index.html"

@@ -31,7 +31,7 @@ import cv2
 
 from pipeline import errors, provenance, tracking, workers
 from pipeline.errors import RequestError
-from pipeline.evaluate import estimators, evaluation, matchers, report
+from pipeline.evaluate import TEXT, estimators, evaluation, matchers, report
 from pipeline.evaluate.matchers import OURS, MatcherSet, MatchFunction
 from pipeline.evaluate.pair_files import HPatchesPairs, PosePairs
 from pipeline.evaluate.pairs import HeldOutPairs, PairSource
@@ -191,7 +191,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     in_stage = "DVC_STAGE" in os.environ
     headlines = "\n".join(report.make_headlines(results))
     print(f"\n{headlines if in_stage else report.make_summary(results)}")
-    print(f"\nwritten to {args.out}: {report.TEXT} has all tables", flush=True)
+    print(f"\nwritten to {args.out}: {TEXT} has all tables", flush=True)
 
     # Send the results to the MLflow run of the training. Further evaluations have names of their
     # own, such as test/hpatches/auc_5.
@@ -271,20 +271,14 @@ def choose_photographs(
     compared_networks = {}
     for name, network in networks.items():
         photographs = [images.identify_photograph(entry) for entry in entries]
-        title = "the model" if name == OURS else name
+        title, purpose = ("the model", "held-out") if name == OURS else (name, "")
         indices, line = provenance.leave_out_photographs(
-            files[name], photographs, keep, title, network.info
+            files[name], photographs, keep, title, network.info, purpose
         )
         if indices:
             notes += [f"{line}."] if line else []
             entries = [entries[index] for index in indices]
             compared_networks[name] = network
-        elif name == OURS:
-            raise RequestError(
-                f"{files[name]}: was trained on all of the {len(entries)} held-out photographs;"
-                ' evaluate on others, train from scratch (train.init_from: ""), or keep them with'
-                " run.allow_training_images: true"
-            )
         else:
             notes.append(f"{name} is left out: it was trained on all {len(entries)} photographs.")
     return entries, compared_networks, notes

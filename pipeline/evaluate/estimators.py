@@ -215,9 +215,8 @@ def compute_epipolar_errors(
         cameras: the true cameras.
     """
     t = cameras.T_0to1[:3, 3]
-    x, y, z = t / max(np.linalg.norm(t), 1e-12)
-    # The essential matrix is [t]x R, where t has length one.
-    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ cameras.T_0to1[:3, :3]
+    direction = t / max(np.linalg.norm(t), 1e-12)
+    E = two_view.compute_essential_matrix(cameras.T_0to1[:3, :3], direction)
     p0 = two_view.to_homogeneous(normalize_points(points0, cameras.K0))
     p1 = two_view.to_homogeneous(normalize_points(points1, cameras.K1))
     # (K, 3): the epipolar line of each point in the other image

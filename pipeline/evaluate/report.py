@@ -21,7 +21,7 @@ import jinja2
 import numpy as np
 import pandas as pd
 
-from pipeline.evaluate import charts, metrics
+from pipeline.evaluate import PAGE, SUMMARY, TEXT, charts, metrics
 from pipeline.evaluate.matchers import OURS, RATIO_TEST
 from pipeline.evaluate.metrics import (
     KEY,
@@ -34,9 +34,6 @@ from pipeline.evaluate.metrics import (
 from superglue_sift import drawing
 from superglue_sift.files import write_atomically, write_json
 
-SUMMARY = "summary.txt"
-TEXT = "report.txt"
-PAGE = "index.html"
 PROTOCOL = "protocol.json"
 # What the metric of `choose_recall_metric` means, in plain words
 RECALL_MEANINGS = {"recall": "true matches found", "matching_score": "of keypoints"}

@@ -97,14 +97,10 @@ def check_held_out(images: ImageSet, sections: Params) -> None:
         if not entries or trained_on is None:
             continue
         photographs = [images.identify_photograph(entry) for entry in entries]
-        indices, message = provenance.leave_out_photographs(model, photographs, keep, str(model))
+        indices, message = provenance.leave_out_photographs(
+            model, photographs, keep, str(model), purpose=purpose
+        )
         counts[purpose] = len(indices)
-        if not indices:
-            raise RequestError(
-                f"{model}: was trained on all of the {len(entries)} {purpose} images; hold out"
-                " others (fetch.val_path, VAL_IMAGES), train from scratch (train.init_from: ''), or"
-                " keep them with run.allow_training_images: true"
-            )
         if message:
             fix = "" if keep else "; run.allow_training_images: true keeps them"
             print(f"fetch: {purpose} images: {message}{fix}")

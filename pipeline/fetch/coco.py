@@ -15,7 +15,6 @@ which has TLS, is tried first.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sys
 import tempfile
@@ -33,13 +32,13 @@ from pipeline.fetch.dataset import SAMPLE, Container, Entry
 from pipeline.params import FetchParams
 from pipeline.workers import prefetch
 from superglue_sift.features.images import BadImage
-from superglue_sift.files import replace_file, resolve_link
+from superglue_sift.files import MIB, compute_file_digest, replace_file, resolve_link
 from superglue_sift.progress import Progress
 
 TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
 PLAIN = "http://images.cocodataset.org/zips"
 MIRROR = "COCO_MIRROR"  # Environment variable: base address to use instead of the official one
-BLOCK = 1 << 20  # Bytes of a block
+BLOCK = MIB  # Bytes of a block of a download
 IMAGES_AT_ONCE = 32  # Images of a remote archive that are requested at once
 HEADER_BYTES = 1 << 10  # More than the header in front of an image takes
 DIRECTORY_BYTES = 200  # More than an image takes in the directory of an archive
@@ -201,7 +200,7 @@ class RemoteArchive:
         with tempfile.TemporaryFile() as stream:
             stream.seek(start)
             stream.writelines(self._read(start, self.archive.size))
-            self.members = dataset.select_images(zipfile.ZipFile(stream).infolist())
+            self.members = dataset.select_image_members(zipfile.ZipFile(stream).infolist())
         return self.members
 
     def download_images(self, names: Collection[str], folder: Path) -> Container:
@@ -259,7 +258,7 @@ class RemoteArchive:
             for block in self._read(stream.tell(), size):
                 stream.write(block)
                 bar.update(len(block))
-        md5 = compute_md5(part_path)
+        md5 = compute_file_digest(part_path, "md5")
         if md5 != self.archive.md5:
             part_path.unlink()
             raise WorkError(
@@ -316,12 +315,3 @@ class RemoteArchive:
                         " address"
                     ) from None
                 self._urls = urls  # Later calls begin with the next address
-
-
-def compute_md5(path: Path) -> str:
-    """Return the MD5, which COCO's mirrors publish, in hexadecimal digits."""
-    digest = hashlib.md5(usedforsecurity=False)
-    with path.open("rb") as stream:
-        for block in iter(lambda: stream.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()

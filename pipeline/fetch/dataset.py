@@ -36,9 +36,7 @@ from superglue_sift.files import find_spelling, read_json, read_lines, write_csv
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val", "test")
-# Constants of the zip format: two methods of compression, and the header before a member's name.
-STORED = 0
-DEFLATED = 8
+# The header of a zip before the name of a member
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 HEADER = _LOCAL_HEADER.size
 # Names of COCO's files, with the prefix of 2014 or without one as in 2017, and of its folders and
@@ -80,7 +78,7 @@ class Entry:
         crc32: CRC-32 of the image file, 8 hexadecimal digits. Empty if it could not be read.
         offset: where its bytes begin in the file that holds them.
         packed: how many bytes it takes there.
-        method: how it is compressed there, STORED or DEFLATED.
+        method: how it is compressed there, `zipfile.ZIP_STORED` or `ZIP_DEFLATED`.
     """
 
     name: str
@@ -91,7 +89,7 @@ class Entry:
     crc32: str
     offset: int = 0
     packed: int = 0
-    method: int = STORED
+    method: int = zipfile.ZIP_STORED
 
 
 def parse_coco_number(name: str) -> str:
@@ -217,7 +215,7 @@ def unpack_and_check(data: bytes, entry: Entry) -> bytes:
     Raises:
         BadImage: If the size or the CRC-32 is not what the entry states.
     """
-    if entry.method == DEFLATED:
+    if entry.method == zipfile.ZIP_DEFLATED:
         try:
             # At most one byte more than stated is unpacked, against zip bombs.
             data = zlib.decompressobj(-15).decompress(data, entry.size + 1)
@@ -374,13 +372,13 @@ def open_zip(path: Path) -> Container:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            members = select_images(archive.infolist())
+            members = select_image_members(archive.infolist())
     except zipfile.BadZipFile as error:
         raise RequestError(f"{path}: not a whole zip: {error}") from None
     return Container(path, list(members), members)
 
 
-def select_images(members: Iterable[zipfile.ZipInfo]) -> Dict[str, zipfile.ZipInfo]:
+def select_image_members(members: Iterable[zipfile.ZipInfo]) -> Dict[str, zipfile.ZipInfo]:
     """Return the members of a zip that are images, by name, sorted."""
     images = [member for member in members if is_photo(member.filename)]
     return {image.filename: image for image in sorted(images, key=lambda image: image.filename)}

@@ -215,7 +215,6 @@ class KeypointStore:
         views_per_image: number of views of each image.
         digest: SHA-256 over the images, their photographs and the SHA-256 of the shards.
         counts: (images, views) int64, numbers of keypoints.
-        sizes: (images, 2) int32, width and height of each image.
         extractor: name of the extractor.
         descriptor: kind of the descriptors, "sift" or "float".
         descriptor_dim: number of entries of a descriptor.
@@ -261,8 +260,6 @@ class KeypointStore:
         views = self.views_per_image
         counts = [np.diff(tensors["offsets"]).reshape(-1, views) for tensors in mapped]
         self.counts = np.concatenate([np.empty((0, views), np.int64), *counts])
-        sizes = [tensors["sizes"] for tensors in mapped]
-        self.sizes = np.concatenate([np.empty((0, 2), np.int32), *sizes])
 
     def __reduce__(self) -> Tuple[Any, ...]:
         """Let another process map the files again, without checking them again."""

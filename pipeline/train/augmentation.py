@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.keypoints.store import EVERYWHERE, KeypointStore, View
 from pipeline.params import Augmentation
-from superglue_sift.features.features import TYPICAL_SCORE, Features
+from superglue_sift.features.features import KEYPOINT_FIELDS, TYPICAL_SCORE, Features
 from superglue_sift.features.sift import rank_keypoints
 from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
 
@@ -238,9 +238,12 @@ def make_mosaic(
 
 def _join_features(parts: Sequence[Features]) -> Features:
     """Join the keypoints of several views."""
-    names = ("keypoints", "scales", "oris", "scores", "descriptors")
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    return parts[0]._replace(**arrays)
+    return parts[0]._replace(
+        **{
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in KEYPOINT_FIELDS
+        }
+    )
 
 
 def _shrink_keypoints(

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Dict, FrozenSet, List, Optional, Tuple
 
 import torch
-from torch import Tensor
 
 from pipeline import distributed, provenance
 from pipeline.errors import RESTARTS, RequestError, WorkError, read_environment_number
@@ -33,8 +32,10 @@ from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.network.weights import (
     BadCheckpoint,
     ModelFile,
+    Tensors,
     load_model_file,
     save_model_file,
+    select_by_prefix,
 )
 
 BEST = "best.safetensors"
@@ -44,7 +45,6 @@ PLAIN_FIELDS = ("step", "best_step", "best_metrics", "skipped", "averaged")
 VALIDATION = ("validation", "train.val_every", "train.val_pairs")
 SCHEDULE = ("average", "decay_start", "lr", "schedule", "steps", "warmup_steps")
 
-Tensors = Dict[str, Tensor]
 Info = Dict[str, Any]  # JSON values
 Metrics = Dict[str, float]
 
@@ -148,11 +148,6 @@ class TrainState:
         weights = {**self.model.state_dict(), **self.average}
         self.best_weights = {k: v.detach().cpu().clone() for k, v in weights.items()}
         return True
-
-
-def select_by_prefix(tensors: Tensors, prefix: str) -> Tensors:
-    """Return the tensors whose names begin with `prefix`, by their names without the prefix."""
-    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def check_replicas(state: TrainState, context: distributed.Context) -> None:
@@ -360,11 +355,6 @@ def is_restart() -> bool:
     return any(read_environment_number(name, 0) for name in names)
 
 
-def is_requeued() -> bool:
-    """Return whether SLURM has started this job again."""
-    return read_environment_number("SLURM_RESTART_COUNT", 0) > 0
-
-
 def find_start(
     out: Path, name: str, code: str, fresh: bool, context: distributed.Context
 ) -> Tuple[Path, Optional[ModelFile], bool]:
@@ -383,8 +373,8 @@ def find_start(
         context: this process among the ranks.
 
     Returns:
-        The folder, the checkpoint or None, and whether the training is finished, so that there is
-        nothing to do but to publish it.
+        The folder, the checkpoint or None, and whether rank 0 can publish the finished training.
+        Then there is nothing else to do.
     """
     number = max(distributed.all_gather(_find_last_number(out, name)))
     folder = _name_folder(out, name, max(number, 1))
@@ -395,8 +385,9 @@ def find_start(
             partial.unlink(missing_ok=True)
         best = read_finished_best(folder)
     is_finished = distributed.is_true_on_any_rank(best is not None)
+    is_requeued = read_environment_number("SLURM_RESTART_COUNT", 0) > 0  # By SLURM
     begins_again = fresh and not distributed.is_true_on_any_rank(
-        is_restart() or (is_requeued() and not is_finished)
+        is_restart() or (is_requeued and not is_finished)
     )
     if not begins_again:
         saved = _load_newest_of_nodes(folder, context)

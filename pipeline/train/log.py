@@ -21,16 +21,9 @@ import torch
 
 from pipeline import distributed, tracking
 from pipeline.tracking import CURVES
-from pipeline.train.checkpoint import (
-    Info,
-    Metrics,
-    Tensors,
-    TrainState,
-    list_changed_keys,
-    select_by_prefix,
-)
+from pipeline.train.checkpoint import Info, Metrics, TrainState, list_changed_keys
 from superglue_sift.files import write_atomically, write_csv, write_json
-from superglue_sift.network.weights import ModelFile
+from superglue_sift.network.weights import ModelFile, Tensors, select_by_prefix
 from superglue_sift.progress import Progress
 
 Rows = List[Metrics]  # The points of a curve, each with its `step`

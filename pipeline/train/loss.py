@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import distributed, provenance
-from pipeline.errors import RequestError
 from pipeline.keypoints.store import KeypointStore
 from pipeline.params import Augmentation, TrainParams
 from pipeline.train.augmentation import NO_CHANGE, classify_pair
+from pipeline.train.checkpoint import Metrics
 from pipeline.train.data import PairBatch, Sample, draw_validation_pairs, load_batch, slice_for_rank
 from superglue_sift.features.nearest import match_nearest
 from superglue_sift.network.batch import choose_orientations, count_keypoints, normalize_descriptors
@@ -43,7 +43,6 @@ ALL = "all"  # The key of the sums over pairs of every kind
 # Names of the three results of `compute_assignment_losses`
 LOSSES = ("loss", "loss_positive", "loss_unmatched")
 Sums = Dict[str, np.ndarray]
-Metrics = Dict[str, float]
 
 
 def compute_assignment_losses(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor]:
@@ -266,15 +265,9 @@ def choose_validation_pairs(
     messages = []
     if model:
         images, message = provenance.leave_out_photographs(
-            model, store.photographs, allow_training_images, str(model)
+            model, store.photographs, allow_training_images, str(model), purpose="validation"
         )
         messages += [f"validation: {message}"] if message else []
-    if not images:
-        raise RequestError(
-            f"{model}: was trained on all of the {len(store)} validation photographs; validate on"
-            ' others (fetch.val_path), train from scratch (train.init_from: ""), or keep them with'
-            " run.allow_training_images: true"
-        )
     # Draw pairs among the photographs that are left, and number them as in the store.
     pairs = draw_validation_pairs(train.seed, len(images), store.views_per_image, train.val_pairs)
     return [pair._replace(image=images[pair.image]) for pair in pairs], messages

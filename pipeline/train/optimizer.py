@@ -77,21 +77,17 @@ def compute_learning_rate(
     return lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> List[str]:
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose names match one of the patterns.
 
     Args:
         model: the network, whose parameters change.
         patterns: patterns of names, as a shell has them for files.
 
-    Returns:
-        The names of the frozen parameters, sorted.
-
     Raises:
         RequestError: If a pattern matches no parameter.
     """
     parameters = dict(model.named_parameters())
-    frozen = set()
     for pattern in patterns:
         matching = fnmatch.filter(parameters, pattern)
         if not matching:
@@ -99,10 +95,8 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> List[str]:
             raise RequestError(
                 f"train.freeze: {pattern!r} fits no parameter; names look like {examples}"
             )
-        frozen.update(matching)
-    for name in frozen:
-        parameters[name].requires_grad_(False)
-    return sorted(frozen)
+        for name in matching:
+            parameters[name].requires_grad_(False)
 
 
 def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimizer:

@@ -15,13 +15,13 @@ from pipeline.errors import STOPPED, RequestError, WorkError
 from pipeline.keypoints.store import KeypointStore
 from pipeline.params import Params, name_data
 from pipeline.train import build, checkpoint, log
-from pipeline.train.checkpoint import BEST, Info, Metrics, Tensors
+from pipeline.train.checkpoint import BEST, Info, Metrics
 from pipeline.train.data import StepBatches
 from pipeline.train.log import TrainingLog
 from pipeline.train.loss import MatchingObjective, Validation, choose_validation_pairs
 from pipeline.train.optimizer import choose_precision, compute_learning_rate, detect_abilities
 from pipeline.train.step import train_step
-from superglue_sift.network.weights import ModelFile
+from superglue_sift.network.weights import ModelFile, Tensors
 from superglue_sift.progress import Progress
 
 MAX_SKIPPED = 20  # More steps without a finite gradient mean that the training diverges
@@ -91,10 +91,10 @@ def train(  # noqa: C901, a story that is told in one piece
         # After a fault, the processes from before may hold the lock for some seconds.
         patience = distributed.START_SECONDS if checkpoint.is_restart() else 0
         stack.enter_context(distributed.lock_folder(folders.out, context, patience))
-        folder, saved, is_finished = checkpoint.find_start(
+        folder, saved, can_publish = checkpoint.find_start(
             folders.out, training_name, code, fresh, context
         )
-        if is_finished:
+        if can_publish:
             if context.is_main:
                 publish_finished(folder, folders, training_name)
             return 0

@@ -19,7 +19,7 @@ from superglue_sift import __version__
 from superglue_sift.errors import RequestError
 from superglue_sift.features.extraction import REFINED_AT
 from superglue_sift.features.extractors import SIFT
-from superglue_sift.features.features import Features
+from superglue_sift.features.features import KEYPOINT_FIELDS, Features
 from superglue_sift.features.images import decode_gray, read_bytes, reduce_image
 from superglue_sift.features.photo_folder import find_mask
 from superglue_sift.files import FileName, name_below, write_atomically
@@ -28,9 +28,7 @@ from superglue_sift.matcher import Matcher
 MAX_FEATURES = 256  # Number of photographs whose features stay in memory
 MAX_GRAYS = 32  # Number of photographs whose pixels stay in memory
 # Attributes of `Features` that a file holds
-ARRAYS = (
-    "keypoints", "scales", "oris", "scores", "descriptors", "image_size", "turned", "sift_scale"
-)  # fmt: skip
+ARRAYS = (*KEYPOINT_FIELDS, "image_size", "turned", "sift_scale")
 
 
 def read_npz(path: FileName) -> Optional[Dict[str, np.ndarray]]:

@@ -475,6 +475,12 @@ def fit_fundamental(
     return to_unit1 @ F @ to_unit0, mask.ravel() > 0
 
 
+def compute_essential_matrix(R: np.ndarray, t: np.ndarray) -> np.ndarray:
+    """Return the essential matrix [t]x R (3, 3) of a motion: R (3, 3), t (3,)."""
+    x, y, z = t
+    return np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ R
+
+
 def compute_epipolar_distances(
     F: np.ndarray,
     points0: np.ndarray,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from superglue_sift.features.features import Features
+from superglue_sift.features.features import KEYPOINT_FIELDS, Features
 from superglue_sift.torch_compat import sqrt
 
 MAX_PADDING = 1 / 32  # maximum padding of a batch of similar sizes on a CPU, per keypoint
@@ -262,9 +262,9 @@ def join_keypoints(batches: Sequence[FeaturePair]) -> Tuple[Features, Images]:
     images = Images(masks, [part.mask is not None for part in parts])
     # (B, 2) -> (B, N, 2): each keypoint gets the size of its image.
     sizes = [part.image_size[:, None].expand(*mask.shape, 2) for part, mask in zip(parts, masks)]
-    names = ("keypoints", "scales", "oris", "scores", "descriptors")
     joined: Dict[str, Any] = {
-        name: images.join_images([getattr(part, name) for part in parts]) for name in names
+        name: images.join_images([getattr(part, name) for part in parts])
+        for name in KEYPOINT_FIELDS
     }
     return Features(**joined, image_size=images.join_images(sizes)), images
 

@@ -180,11 +180,12 @@ def select_weights(tensors: Tensors) -> Tensors:
 
     They are `model.*` in a checkpoint, and all tensors in a model file.
     """
-    prefix = "model."
-    weights = {
-        name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)
-    }
-    return weights or tensors
+    return select_by_prefix(tensors, "model.") or tensors
+
+
+def select_by_prefix(tensors: Tensors, prefix: str) -> Tensors:
+    """Return the tensors whose names begin with `prefix`, by their names without the prefix."""
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:

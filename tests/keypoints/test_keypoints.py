@@ -104,7 +104,6 @@ def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path, make_
             assert np.array_equal(getattr(view.features, name), expected)
         assert np.array_equal(view.H_image_to_view, image_views.homographies[index])
         assert view.features.image_size == (128, 96)
-    assert tuple(store.sizes[1]) == image_views.size
 
 
 def test_views_have_random_sizes_between_the_smallest_and_the_full_one(make_params, photo):
