@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from superglue_sift.features.features import Features
 from superglue_sift.network.batch import choose_orientations, join_keypoints, normalize_descriptors
-from superglue_sift.network.ground_truth import UNMATCHED, Truth
+from superglue_sift.network.ground_truth import UNMATCHED, TrueMatches
 from superglue_sift.network.perceptron import TokenBatchNorm
 from superglue_sift.network.superglue import AttentionalLayer, SuperGlue, encode_geometry
 
@@ -107,7 +107,7 @@ def assign(model: SuperGlue, images0: Features, images1: Features) -> Tensor:
     return compute_sinkhorn(scores, model.dustbin, model.config.sinkhorn_iterations)
 
 
-def compute_dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
+def compute_dense_loss(log_P: Tensor, truth: TrueMatches) -> Tensor:
     """Compute the loss of `pipeline.train.loss`, (B,), by a target as large as the assignment."""
     losses = []
     for P, matches0, matches1 in zip(log_P, *truth):

@@ -141,10 +141,12 @@ class DataParallelObjective(nn.DataParallel):
     DataParallel scatters only tensors, so a batch is passed as its tensors.
     """
 
-    def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
+    def forward(
+        self, batch: PairBatch, repair_overflow: bool = True
+    ) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Compute what `MatchingObjective.forward` computes."""
         values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
-        total, parts = super().forward(*values, wait=wait)
+        total, parts = super().forward(*values, repair_overflow=repair_overflow)
         return total.sum().reshape(1), parts
 
 
@@ -155,8 +157,8 @@ class _ObjectiveOfTensors(nn.Module):
         super().__init__()
         self.objective = objective
 
-    def forward(self, *values: Any, wait: bool) -> Tuple[Tensor, Dict[str, Tensor]]:
-        return self.objective(PairBatch(*values), wait)
+    def forward(self, *values: Any, repair_overflow: bool) -> Tuple[Tensor, Dict[str, Tensor]]:
+        return self.objective(PairBatch(*values), repair_overflow)
 
 
 if __name__ == "__main__":

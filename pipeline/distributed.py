@@ -255,7 +255,7 @@ def is_true_on_any_rank(flag: bool) -> bool:
     return bool(sum_over_ranks({"flag": flag})["flag"])
 
 
-def all_gather(item: Any) -> List[Any]:
+def gather_objects(item: Any) -> List[Any]:
     """Return the item of every rank, in the order of ranks. All ranks call this together.
 
     An item is any object that pickle can send between processes.

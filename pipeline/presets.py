@@ -109,7 +109,8 @@ def render_params(name: str, images: str = "", val_images: str = "", text: str =
 
     # `Path.expanduser` raises without a home.
     path, val_path = (
-        name and str(Path(os.path.expanduser(name)).resolve()) for name in (images, val_images)
+        folder and str(Path(os.path.expanduser(folder)).resolve())
+        for folder in (images, val_images)
     )
     tree["fetch"].update(path=path, val_path=val_path)
     sections = params.parse(tree, f"preset {name}")

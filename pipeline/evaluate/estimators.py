@@ -41,7 +41,7 @@ FAR = 1e9  # Depth in baselines beyond which points do not decide between the fo
 Motion = Tuple[np.ndarray, np.ndarray]  # R (3, 3), t (3,)
 
 
-class Points(NamedTuple):
+class MatchedPoints(NamedTuple):
     """The positions and confidences of K matches, as an estimator gets them.
 
     Attributes:
@@ -61,20 +61,20 @@ class Points(NamedTuple):
     deviations: Optional[np.ndarray] = None
 
 
-def fit_ransac(points: Points) -> Optional[np.ndarray]:
+def fit_ransac(points: MatchedPoints) -> Optional[np.ndarray]:
     """Fit by cv2.UsacParams, with MSAC scores, then by robust least squares: `fit_ransac`."""
     return two_view.fit_ransac(
         points.points0, points.points1, PX, ITERATIONS, points.seed, points.deviations
     )
 
 
-def fit_least_squares(points: Points) -> Optional[np.ndarray]:
+def fit_least_squares(points: MatchedPoints) -> Optional[np.ndarray]:
     """Fit all matches by least squares, weighted by their confidence: the paper's DLT."""
     weights = weight_matches(points.matcher, points.scores)
     return fit_dlt(points.points0, points.points1, weights)
 
 
-def fit_confident(points: Points) -> Optional[np.ndarray]:
+def fit_confident(points: MatchedPoints) -> Optional[np.ndarray]:
     """Fit the most confident matches by least squares, with equal weights."""
     is_confident = select_most_confident(points.matcher, points.scores)
     return fit_dlt(points.points0, points.points1, is_confident.astype(np.float64))
@@ -132,18 +132,18 @@ def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray) -> Op
     return H if np.isfinite(H).all() else None
 
 
-def fit_opencv(points: Points, method: int = cv2.RANSAC) -> Optional[np.ndarray]:
+def fit_opencv(points: MatchedPoints, method: int = cv2.RANSAC) -> Optional[np.ndarray]:
     """Fit by RANSAC of cv2.findHomography, the "OpenCV" of the tables of LightGlue."""
     options = {"maxIters": ITERATIONS, "confidence": two_view.CONFIDENCE}
     return cv2.findHomography(points.points0, points.points1, method, PX, **options)[0]
 
 
-def fit_magsac(points: Points) -> Optional[np.ndarray]:
+def fit_magsac(points: MatchedPoints) -> Optional[np.ndarray]:
     """Fit by OpenCV's MAGSAC++ (Barath et al. 2020). Its generator restarts at every call."""
     return fit_opencv(points, cv2.USAC_MAGSAC)
 
 
-def fit_poselib(points: Points) -> Optional[np.ndarray]:
+def fit_poselib(points: MatchedPoints) -> Optional[np.ndarray]:
     """Fit by PoseLib's LO-RANSAC, the default of glue-factory."""
     import poselib  # Not every installation has it.
 
@@ -155,7 +155,7 @@ def fit_poselib(points: Points) -> Optional[np.ndarray]:
 
 # The estimators of a homography by their names in --estimators. Each function returns (3, 3)
 # float64 or None. Its docstring is written to protocol.json.
-ESTIMATORS: Dict[str, Callable[[Points], Optional[np.ndarray]]] = {
+ESTIMATORS: Dict[str, Callable[[MatchedPoints], Optional[np.ndarray]]] = {
     "ransac": fit_ransac,
     "dlt": fit_least_squares,
     "confident": fit_confident,
@@ -228,7 +228,7 @@ def compute_epipolar_errors(
     return np.where(np.isfinite(error), error, np.inf)
 
 
-def estimate_pose(points: Points, cameras: CameraPair) -> Optional[Motion]:
+def estimate_pose(points: MatchedPoints, cameras: CameraPair) -> Optional[Motion]:
     """Estimate the pose by RANSAC of cv2.findEssentialMat at 1 px, with known intrinsics."""
     if len(points.points0) < MIN_ESSENTIAL:
         return None
@@ -249,7 +249,7 @@ def estimate_pose(points: Points, cameras: CameraPair) -> Optional[Motion]:
     return (R, t.ravel()) if inlier_count else None
 
 
-def estimate_pose_poselib(points: Points, cameras: CameraPair) -> Optional[Motion]:
+def estimate_pose_poselib(points: MatchedPoints, cameras: CameraPair) -> Optional[Motion]:
     """Estimate the pose by PoseLib's LO-RANSAC, as `MatchResult.estimate_relative_pose` does."""
     R, t, _ = estimate_relative_pose(points.points0, points.points1, cameras.K0, cameras.K1)
     if R is None:
@@ -259,7 +259,7 @@ def estimate_pose_poselib(points: Points, cameras: CameraPair) -> Optional[Motio
 
 
 # The estimators of a relative pose. Their docstrings are written to protocol.json.
-POSE_ESTIMATORS: Dict[str, Callable[[Points, CameraPair], Optional[Motion]]] = {
+POSE_ESTIMATORS: Dict[str, Callable[[MatchedPoints, CameraPair], Optional[Motion]]] = {
     "pose": estimate_pose,
     "poselib": estimate_pose_poselib,
 }

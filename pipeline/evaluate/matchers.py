@@ -127,10 +127,10 @@ class MatcherSet:
         for name, network in self.networks.items():
             ((matches, _),) = network.match_features([labeled_pair.features])
             matches_by_matcher[name] = matches
-        matches_by_matcher.update(match_baselines(labeled_pair.pair))
+        matches_by_matcher.update(match_baselines(labeled_pair.oriented))
         with self._turn:
             for name, function in self.functions.items():
-                matches_by_matcher[name] = function(labeled_pair.pair)
+                matches_by_matcher[name] = function(labeled_pair.oriented)
         return matches_by_matcher
 
 

@@ -51,7 +51,7 @@ class CameraPair(NamedTuple):
 
 # A homography, (3, 3) float64 from pixels of image 0 to image 1, or two cameras. None for two
 # photographs with nothing in common.
-Truth = Union[np.ndarray, CameraPair, None]
+TrueGeometry = Union[np.ndarray, CameraPair, None]
 
 
 class ImagePair(NamedTuple):
@@ -67,7 +67,7 @@ class ImagePair(NamedTuple):
     name: str
     first: int
     second: int
-    truth: Truth
+    truth: TrueGeometry
     condition: Condition = CALM
 
 
@@ -79,7 +79,7 @@ class LabeledPair(NamedTuple):
         scene: name of its scene.
         scene_index: index of the scene in the source.
         features: the features of both images, as `Matcher.extract` returns them.
-        pair: the same keypoints, each with the orientation that fits the other image, for the
+        oriented: the same keypoints, each with the orientation that fits the other image, for the
             matchers that take one descriptor of each keypoint.
     """
 
@@ -87,7 +87,7 @@ class LabeledPair(NamedTuple):
     scene: str
     scene_index: int
     features: FeaturePair
-    pair: FeaturePair
+    oriented: FeaturePair
 
 
 # The content of a scene: its images, (H, W) uint8 gray, and its pairs.
@@ -153,9 +153,11 @@ def extract_scene_pairs(
     for image_pair in image_pairs:
         features0 = features[image_pair.first]
         features1 = features[image_pair.second]
-        pair = choose_orientations_of_pair(features0, features1)
+        oriented = choose_orientations_of_pair(features0, features1)
         scene = source.scenes[index][0]
-        labeled_pairs.append(LabeledPair(image_pair, scene, index, (features0, features1), pair))
+        labeled_pairs.append(
+            LabeledPair(image_pair, scene, index, (features0, features1), oriented)
+        )
     return labeled_pairs
 
 

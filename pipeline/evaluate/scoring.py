@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from pipeline.evaluate import estimators
-from pipeline.evaluate.estimators import Points
+from pipeline.evaluate.estimators import MatchedPoints
 from pipeline.evaluate.matchers import BOUND, NO_THRESHOLD, OURS, RATIO_TEST
-from pipeline.evaluate.pairs import CameraPair, ImagePair, LabeledPair, Truth
+from pipeline.evaluate.pairs import CameraPair, ImagePair, LabeledPair, TrueGeometry
 from pipeline.params import EvaluateParams
 from superglue_sift import drawing
 from superglue_sift.geometry import two_view
@@ -106,7 +106,9 @@ def compute_reprojection_errors(
     return np.where(np.isfinite(errors), errors, np.inf)
 
 
-def find_correct_matches(points0: np.ndarray, points1: np.ndarray, truth: Truth) -> np.ndarray:
+def find_correct_matches(
+    points0: np.ndarray, points1: np.ndarray, truth: TrueGeometry
+) -> np.ndarray:
     """Return whether each match is correct, (K,) bool.
 
     A match is correct if its reprojection error is below CORRECT_PX or, between two cameras, if its
@@ -146,7 +148,9 @@ def compute_errors(
     scores = matches.scores.astype(np.float64)
     # The seed depends on the pair alone, so that every matcher and every run has the same one.
     seed = zlib.crc32(labeled_pair.images.name.encode()) & 0x7FFFFFFF
-    detected = Points(*get_matched_points(labeled_pair.pair, matches), matcher, scores, seed)
+    detected = MatchedPoints(
+        *get_matched_points(labeled_pair.oriented, matches), matcher, scores, seed
+    )
     variants = {False: detected}  # Whether the matches are refined, and their points
     if settings.refine:
         # Keypoints of image 1 move to where the pixels around both agree best.
@@ -167,7 +171,7 @@ def compute_errors(
         for name in settings.estimators:
             is_enough = len(scores) >= two_view.MIN_POINTS
             H = estimators.ESTIMATORS[name](points) if is_enough else None
-            size = labeled_pair.pair[0].image_size
+            size = labeled_pair.oriented[0].image_size
             yield name, is_refined, two_view.compute_corner_error(H, truth, size)  # pyright: ignore
 
 
@@ -188,7 +192,7 @@ def score_pair(
         settings: what is computed.
     """
     images = labeled_pair.images
-    pair = labeled_pair.pair
+    pair = labeled_pair.oriented
     truth = images.truth
     has_pose = isinstance(truth, CameraPair)
     count0 = len(pair[0].keypoints)

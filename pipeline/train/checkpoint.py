@@ -163,7 +163,7 @@ def check_replicas(state: TrainState, context: distributed.Context) -> None:
         WorkError: If the ranks differ. The error names them. On other ranks than 0 this is
             SystemExit.
     """
-    digests = distributed.all_gather(state.compute_sha256())
+    digests = distributed.gather_objects(state.compute_sha256())
     # If there are two ranks, the digest of rank 0 counts as the common one.
     common_digest = max(digests, key=digests.count)
     differing_ranks = [rank for rank, digest in enumerate(digests) if digest != common_digest]
@@ -335,7 +335,7 @@ def check_ranks_agree(request: Info, context: distributed.Context) -> None:
     Raises:
         RequestError: If they differ. On other ranks than 0 this is SystemExit.
     """
-    main_request, *other_requests = distributed.all_gather(request)
+    main_request, *other_requests = distributed.gather_objects(request)
     for rank, rank_request in enumerate(other_requests, 1):
         for key in list_changed_keys(main_request, rank_request):
             if not context.is_main:
@@ -376,7 +376,7 @@ def find_start(
         The folder, the checkpoint or None, and whether rank 0 can publish the finished training.
         Then there is nothing else to do.
     """
-    number = max(distributed.all_gather(_find_last_number(out, name)))
+    number = max(distributed.gather_objects(_find_last_number(out, name)))
     folder = _name_folder(out, name, max(number, 1))
     best = None
     if context.is_first_of_node:
@@ -417,7 +417,7 @@ def _name_folder(out: Path, name: str, number: int) -> Path:
 def _load_newest_of_nodes(folder: Path, context: distributed.Context) -> Optional[ModelFile]:
     """Load the checkpoint with the most steps of all nodes. All ranks call this together."""
     saved = load_newest(folder, repair=True) if context.is_first_of_node else None
-    steps = distributed.all_gather(saved.info["step"] if saved else -1)
+    steps = distributed.gather_objects(saved.info["step"] if saved else -1)
     if max(steps) < 0:
         return None
     tensors, info = saved or ({}, {})

@@ -27,7 +27,7 @@ from pipeline.train.checkpoint import Metrics
 from pipeline.train.data import PairBatch, Sample, draw_validation_pairs, load_batch, slice_for_rank
 from superglue_sift.features.nearest import match_nearest
 from superglue_sift.network.batch import choose_orientations, count_keypoints, normalize_descriptors
-from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth, find_true_matches
+from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, TrueMatches, find_true_matches
 from superglue_sift.network.superglue import SuperGlue, find_mutual_matches
 
 # Mutual nearest keypoints closer than POSITIVE_PX are a true match. Keypoints without a neighbor
@@ -45,7 +45,7 @@ LOSSES = ("loss", "loss_positive", "loss_unmatched")
 Sums = Dict[str, np.ndarray]
 
 
-def compute_assignment_losses(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor]:
+def compute_assignment_losses(log_P: Tensor, truth: TrueMatches) -> Tuple[Tensor, Tensor, Tensor]:
     """Return the loss of each pair, and its two parts.
 
     Args:
@@ -81,7 +81,7 @@ def compute_assignment_losses(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tens
     return total, positive, (unmatched0 + unmatched1) / 2
 
 
-def find_truth(batch: PairBatch) -> Truth:
+def find_truth(batch: PairBatch) -> TrueMatches:
     """Find the true matches of a batch, with the distances of the loss."""
     return find_true_matches(
         batch.images0, batch.images1, batch.H_0to1, batch.cells, POSITIVE_PX, NEGATIVE_PX
@@ -108,13 +108,16 @@ class MatchingObjective(nn.Module):
         # Compiled layers need batches of one size.
         self.fixed_size: Optional[Tuple[int, int]] = None
 
-    def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
+    def forward(
+        self, batch: PairBatch, repair_overflow: bool = True
+    ) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Compute the loss of a batch, which may be empty.
 
         Args:
             batch: the pairs.
-            wait: whether to compute pairs that overflow float32 again in the log domain. The host
-                then waits for the GPU. If False, the loss and the gradient of such pairs are nan.
+            repair_overflow: whether to compute pairs that overflow float32 again in the log domain.
+                The host then waits for the GPU. If False, the loss and the gradient of such pairs
+                are nan.
 
         Returns:
             The sum of the losses of the pairs, (1,) float32, and the values of each pair by name,
@@ -128,10 +131,10 @@ class MatchingObjective(nn.Module):
         # The ground truth comes first: its large matrices are freed before activations take memory.
         truths = [find_truth(part) for part in batches]
         images = [(part.images0, part.images1) for part in batches]
-        log_P, finite = self.model.assign(images, wait, self.precision)
+        log_P, finite = self.model.assign(images, repair_overflow, self.precision)
         parts = [compute_assignment_losses(P, truth) for P, truth in zip(log_P, truths)]
         total, positive, unmatched = (torch.cat(values) for values in zip(*parts))
-        if not wait:
+        if not repair_overflow:
             total = total * torch.ones_like(total).masked_fill(~finite, math.nan)
         values = dict(zip(LOSSES, (total.detach(), positive, unmatched)))
         # The size classes may order the pairs differently from the batch.
@@ -237,7 +240,9 @@ class Validation:
         sums: Dict[str, Sums] = {ALL: {}}
         # Every rank adds the same chunks in the same order, so the bits of the sums do not depend
         # on the number of processes.
-        for kind, part in [part for parts in distributed.all_gather(computed) for part in parts]:
+        for kind, part in [
+            part for parts in distributed.gather_objects(computed) for part in parts
+        ]:
             for total in (sums[ALL], sums.setdefault(kind, {})):
                 for name, value in part.items():
                     total[name] = total.get(name, 0.0) + value
@@ -322,7 +327,7 @@ def compute_ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> S
     return count_matches(matches, scores, truth)
 
 
-def count_matches(matches0: Tensor, scores: Tensor, truth: Truth) -> Sums:
+def count_matches(matches0: Tensor, scores: Tensor, truth: TrueMatches) -> Sums:
     """Count the true matches, and the mutual matches by confidence.
 
     Args:

@@ -47,10 +47,10 @@ def train_step(
     # A gradient that is not finite must not change the running statistics of `norm: batch`.
     statistics = [b for b in objective.buffers() if b.is_floating_point()]
     saved_statistics = [b.clone() for b in statistics]
-    for wait in _list_attempts(micro_batches[0].device):
+    for repair_overflow in _list_attempts(micro_batches[0].device):
         weight = world_size / pairs
         names, totals, losses = compute_clipped_gradient(
-            objective, optimizer, scaler, micro_batches, weight, wait
+            objective, optimizer, scaler, micro_batches, weight, repair_overflow
         )
         grad_norm, *sums = totals.tolist()  # The only device-to-host synchronization of a step
         # The norm is taken after the exchange of gradients, so all ranks decide alike.
@@ -66,7 +66,10 @@ def train_step(
 
 
 def _list_attempts(device: torch.device) -> Tuple[bool, ...]:
-    """Return whether each attempt at a step waits. On a GPU only the second attempt does."""
+    """Return whether each attempt at a step repairs overflow.
+
+    On a GPU only the second attempt does, since the host would wait for the GPU.
+    """
     return (True,) if device.type == "cpu" else (False, True)
 
 
@@ -76,7 +79,7 @@ def compute_clipped_gradient(
     scaler: Any,
     micro_batches: Sequence[PairBatch],
     weight: float,
-    wait: bool,
+    repair_overflow: bool,
 ) -> Tuple[List[str], Tensor, Tensor]:
     """Compute the gradient of the sum of all losses, times `weight`, and clip it.
 
@@ -86,7 +89,7 @@ def compute_clipped_gradient(
         scaler: torch's GradScaler, enabled for float16 only.
         micro_batches: one or more PairBatches, on the device.
         weight: factor of the losses.
-        wait: as in `MatchingObjective.forward`.
+        repair_overflow: as in `MatchingObjective.forward`.
 
     Returns:
         Three values. The first has the names of the V values of a pair (`MatchingObjective`). The
@@ -100,7 +103,7 @@ def compute_clipped_gradient(
         is_last = position == len(micro_batches)
         # Only the last micro-batch exchanges gradients between the ranks.
         with contextlib.nullcontext() if is_last else no_sync():
-            total, pair_values = objective(batch, wait)
+            total, pair_values = objective(batch, repair_overflow)
             scaler.scale(total.sum() * weight).backward()
         values.append(pair_values)
     scaler.unscale_(optimizer)

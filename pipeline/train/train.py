@@ -109,7 +109,7 @@ def train(  # noqa: C901, a story that is told in one piece
 
         # --- the network, its initial weights, and what trains it
         # Devices may differ, and all ranks need one precision.
-        abilities = distributed.all_gather(detect_abilities(context.device))
+        abilities = distributed.gather_objects(detect_abilities(context.device))
         precision, reason = choose_precision(options.precision, abilities)
         model = build.make_network(options, run, context, store)
         messages: List[str] = []
@@ -550,7 +550,7 @@ def print_validation(params: Params, folders: Folders, verify: str) -> None:
         data = open_data(params, folders.keypoints, verify, context)
         model = build.make_network(options, params.run, context, data.store)
         _, _, messages = build.load_initial_weights(model, options.init_from)
-        abilities = distributed.all_gather(detect_abilities(context.device))
+        abilities = distributed.gather_objects(detect_abilities(context.device))
         precision, reason = choose_precision(options.precision, abilities)
         objective, _, _ = build.build_objective_and_state(
             model, options, params.run, context, precision

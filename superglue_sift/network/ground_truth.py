@@ -24,7 +24,7 @@ MAX_ERROR_BYTES = 256 << 20  # maximum memory for the errors of all pairs of key
 FAR = 1e38  # px; the square of this distance is infinite
 
 
-class Truth(NamedTuple):
+class TrueMatches(NamedTuple):
     """True matches of keypoints.
 
     Attributes:
@@ -69,7 +69,7 @@ def find_true_matches(
     cells: Optional[Tensor] = None,
     positive_px: float = 3.0,
     negative_px: float = 5.0,
-) -> Truth:
+) -> TrueMatches:
     """Find the true matches of B pairs from their homographies.
 
     Keypoints match if they are mutual nearest neighbors and closer than `positive_px`. Other
@@ -129,7 +129,7 @@ def find_true_matches(
         (error < negative_px) & inside, IGNORED
     )
     matches = torch.where(positive, nearest, matches).masked_fill_(padded, IGNORED)
-    return Truth(matches[0, :, :M], matches[1, :, :N])
+    return TrueMatches(matches[0, :, :M], matches[1, :, :N])
 
 
 def _map_keypoints(

@@ -45,7 +45,7 @@ def log_optimal_transport(
     mask1: Tensor,
     dustbin: Tensor,
     iterations: int,
-    wait: bool = True,
+    repair_overflow: bool = True,
 ) -> Tuple[Tensor, Tensor]:
     """Compute the log of the partial assignment of each pair (SuperGlue, equations 8 and 9).
 
@@ -54,8 +54,8 @@ def log_optimal_transport(
         mask0, mask1: (B, M) and (B, N) bool, True for keypoints.
         dustbin: scalar, the score of leaving a keypoint unmatched.
         iterations: T, the number of iterations, 1 or more.
-        wait: whether pairs that overflow are computed again in the log domain. For this the host
-            waits for the GPU.
+        repair_overflow: whether pairs that overflow are computed again in the log domain. For this
+            the host waits for the GPU.
 
     Returns:
         log P (B, M + 1, N + 1), dustbins last, -inf for padding. P has mass m + n. All its rows and
@@ -63,7 +63,7 @@ def log_optimal_transport(
         image has no keypoints, the keypoints of the other image are unmatched with log P = 0.
 
         Also (B,) bool, False for a pair that overflowed, or in training its gradient. Without
-        `wait`, log P of such a pair is wrong and has no gradient.
+        `repair_overflow`, log P of such a pair is wrong and has no gradient.
 
     Example:
         The first two keypoints of each image are alike. The third one of image 0 has no match.
@@ -80,7 +80,7 @@ def log_optimal_transport(
     else:
         log_P, finite, _ = _solve_by_products(*problem, iterations)
     # Pairs that left the range of the dtype are computed once more, in the log domain.
-    if wait and not bool(finite.all()):
+    if repair_overflow and not bool(finite.all()):
         overflowed = torch.nonzero(~finite)[:, 0]
         Z, mu, nu, log_mass = (tensor[overflowed] for tensor in problem)
         exact = _solve_in_log_domain(Z, mu, nu, log_mass, iterations)

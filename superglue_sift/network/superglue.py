@@ -140,13 +140,16 @@ class SuperGlue(nn.Module):
         return log_P[0]
 
     def assign(
-        self, batches: Sequence[FeaturePair], wait: bool = True, precision: str = "float32"
+        self,
+        batches: Sequence[FeaturePair],
+        repair_overflow: bool = True,
+        precision: str = "float32",
     ) -> Tuple[List[Tensor], Tensor]:
         """Compute the log assignments of several batches, whose sizes may differ.
 
         Args:
             batches: the images 0 and the images 1 of each batch of pairs.
-            wait: whether pairs that overflow are computed again in the log domain
+            repair_overflow: whether pairs that overflow are computed again in the log domain
                 (`sinkhorn.log_optimal_transport`).
             precision: precision of the layers while training, by autocast: float32, bfloat16 or
                 float16. For inference, `weights.fuse_for_inference` casts their weights once.
@@ -156,7 +159,7 @@ class SuperGlue(nn.Module):
         """
         keypoints, images = join_keypoints([choose_orientations(*batch) for batch in batches])
         descriptors = self.compute_descriptors(keypoints, images, precision)
-        return self.transport(descriptors, images, wait)
+        return self.transport(descriptors, images, repair_overflow)
 
     def compute_descriptors(
         self, keypoints: Features, images: Images, precision: str = "float32"
@@ -192,14 +195,18 @@ class SuperGlue(nn.Module):
         return self.final_projection(x)  # equation 6
 
     def transport(
-        self, descriptors: Tensor, images: Images, wait: bool, dtype: Optional[torch.dtype] = None
+        self,
+        descriptors: Tensor,
+        images: Images,
+        repair_overflow: bool,
+        dtype: Optional[torch.dtype] = None,
     ) -> Tuple[List[Tensor], Tensor]:
         """Compute the log assignments from matching descriptors (equations 7 to 9).
 
         Args:
             descriptors: (T, D), from `compute_descriptors`.
             images: the images of the keypoints.
-            wait: whether pairs that overflow are computed again in the log domain.
+            repair_overflow: whether pairs that overflow are computed again in the log domain.
             dtype: the precision of the optimal transport. If None, it is that of the descriptors.
 
         Returns:
@@ -216,7 +223,9 @@ class SuperGlue(nn.Module):
             scores = scores.to(dtype or scores.dtype)
             mask0, mask1 = images.masks[i : i + 2]
             assignments.append(
-                log_optimal_transport(scores, mask0, mask1, self.dustbin, iterations, wait)
+                log_optimal_transport(
+                    scores, mask0, mask1, self.dustbin, iterations, repair_overflow
+                )
             )
         log_Ps, finite = zip(*assignments)
         return list(log_Ps), torch.cat(finite)

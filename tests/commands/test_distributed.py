@@ -19,7 +19,7 @@ def collectives(context):
     rank = context.rank
     distributed.barrier()
     return {
-        "gathered": distributed.all_gather({"rank": rank, "items": list(range(rank))}),
+        "gathered": distributed.gather_objects({"rank": rank, "items": list(range(rank))}),
         "broadcast": distributed.broadcast(f"from {rank}"),
         "sums": distributed.sum_over_ranks({"loss": 2.0 * rank, "pairs": 1.0}),
         "any": [distributed.is_true_on_any_rank(rank == 0), distributed.is_true_on_any_rank(False)],

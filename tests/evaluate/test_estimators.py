@@ -8,7 +8,7 @@ import pytest
 from made_scenes import TURN
 
 from pipeline.evaluate import estimators
-from pipeline.evaluate.estimators import Points
+from pipeline.evaluate.estimators import MatchedPoints
 from pipeline.evaluate.matchers import OURS
 from pipeline.evaluate.pairs import CameraPair
 from superglue_sift.geometry import two_view
@@ -40,7 +40,7 @@ CAMERAS = CameraPair(K, K, T)
 
 def compute_errors(points, cameras=CAMERAS):
     """Degrees, of the pose estimated from matched pixels by each estimator."""
-    matched_points = Points(*points, OURS, np.ones(len(points[0])))
+    matched_points = MatchedPoints(*points, OURS, np.ones(len(points[0])))
     poses = [estimate(matched_points, cameras) for estimate in estimators.POSE_ESTIMATORS.values()]
     return [estimators.compute_pose_error(pose, cameras) for pose in poses]
 
@@ -133,7 +133,7 @@ def test_the_limit_of_an_inlier_is_a_pixel_at_the_mean_focal_length():
     for focals in ((625, 625), (250, 1000), (1000, 250)):
         K0, K1 = (np.diag([focal, focal, 1.0]) for focal in focals)
         pixels = two_view.transform(rays[0], K0), two_view.transform(rays[1], K1)
-        points = Points(*pixels, OURS, np.ones(80))
+        points = MatchedPoints(*pixels, OURS, np.ones(80))
         poses.append(np.column_stack(estimators.estimate_pose(points, CameraPair(K0, K1, T))))
     np.testing.assert_allclose(poses, [poses[0]] * 3, atol=1e-6)
 
@@ -142,7 +142,7 @@ def test_exact_matches_decide_if_the_deviations_of_refined_matches_are_known():
     points0 = np.random.default_rng(0).uniform(0, 300, (120, 2))
     deviations = np.repeat([0.02, 1.0], [50, 70])
     noise = np.random.default_rng(1).normal(size=(120, 2)) * deviations[:, None]
-    points = Points(points0, two_view.transform(points0, TURN) + noise, OURS, np.ones(120))
+    points = MatchedPoints(points0, two_view.transform(points0, TURN) + noise, OURS, np.ones(120))
     weighted, equal = (
         two_view.compute_corner_error(estimators.fit_ransac(matches), TURN, (300, 300))
         for matches in (points._replace(deviations=deviations), points)

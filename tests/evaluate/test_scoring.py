@@ -44,7 +44,7 @@ def exact():
 
 def test_perfect_matches_give_perfect_metrics(exact, settings):
     labeled_pair, partner = exact
-    np.testing.assert_array_equal(scoring.find_true_matches0(labeled_pair.pair, TURN), partner)
+    np.testing.assert_array_equal(scoring.find_true_matches0(labeled_pair.oriented, TURN), partner)
     values = score(labeled_pair, Matches.from_dense(partner, np.ones(20)), settings)
     assert [values[name] for name in ("matches", "correct", "true_matches", "found")] == [20] * 4
     assert values["precision"] == values["recall"] == 1.0
@@ -82,7 +82,7 @@ def test_the_error_of_a_homography_is_that_of_the_corners_of_image_0(settings):
 def find_correct(labeled_pair, count):
     """Whether the match of each keypoint with the one of its number is correct."""
     matches = Matches(np.stack([np.arange(count)] * 2, axis=1), np.ones(count))
-    points = scoring.get_matched_points(labeled_pair.pair, matches)
+    points = scoring.get_matched_points(labeled_pair.oriented, matches)
     return scoring.find_correct_matches(*points, labeled_pair.images.truth)
 
 
@@ -142,7 +142,7 @@ def test_recall_is_undefined_without_a_true_match(settings):
 def test_pairs_without_keypoints_have_rows(settings):
     for count0, count1 in ((0, 0), (1, 0), (0, 1)):
         labeled_pair = make_labeled_pair(np.ones((count0, 2)), np.ones((count1, 2)), SHIFT)
-        for matches in matchers.match_baselines(labeled_pair.pair).values():
+        for matches in matchers.match_baselines(labeled_pair.oriented).values():
             values = score(labeled_pair, matches, settings)
             assert math.isinf(values["ransac"]) and values["precision"] == 0.0
             assert math.isnan(values["recall"])

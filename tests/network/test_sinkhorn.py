@@ -86,9 +86,12 @@ def test_only_the_pair_that_float32_cannot_hold_goes_to_the_log_domain(monkeypat
         "_solve_in_log_domain",
         lambda Z, *arguments: solved.append(len(Z)) or log_domain(Z, *arguments),
     )
-    for wait in (True, False):
-        assert transport(scores, DUSTBIN, 100, wait=wait)[1].tolist() == [True, False]
-        assert solved == [1]  # without `wait`, it is only reported
+    for repair_overflow in (True, False):
+        assert transport(scores, DUSTBIN, 100, repair_overflow=repair_overflow)[1].tolist() == [
+            True,
+            False,
+        ]
+        assert solved == [1]  # without `repair_overflow`, it is only reported
     with torch.no_grad():  # log P alone float32 does hold
         assert transport(scores, DUSTBIN, 100)[1].all()
 
@@ -105,4 +108,4 @@ def test_without_keypoints_all_mass_is_in_the_dustbins():
 def test_scores_that_are_not_finite_are_reported(bad):
     scores = torch.zeros(2, 4, 3)
     scores[1, 2, 1] = bad
-    assert transport(list(scores), DUSTBIN, 5, wait=False)[1].tolist() == [True, False]
+    assert transport(list(scores), DUSTBIN, 5, repair_overflow=False)[1].tolist() == [True, False]

@@ -137,7 +137,7 @@ def test_losses_and_gradients_do_not_depend_on_size_classes_or_padding(monkeypat
         model = make_scrambled(config).double().train()
         objective = MatchingObjective(model)
         objective.fixed_size = fixed
-        total, values = objective(batch, wait=fixed is None)
+        total, values = objective(batch, repair_overflow=fixed is None)
         results.append([*values.values(), *gradient_of(total, list(model.parameters()))])
     # the network is in float64, but compares descriptors of neighbors in float32
     limit = bound_rounding(20, count_roundings(config))

@@ -136,13 +136,13 @@ def test_the_ranks_that_differ_from_most_are_named(monkeypatch, ranks, named):
     """A letter stands for the state of a rank."""
     state = checkpoint.TrainState(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), [], None)
     monkeypatch.setattr(checkpoint.TrainState, "compute_sha256", lambda self: "")
-    monkeypatch.setattr(distributed, "all_gather", lambda item: [*ranks])
+    monkeypatch.setattr(distributed, "gather_objects", lambda item: [*ranks])
     contexts = [distributed.Context(rank, len(ranks), torch.device("cpu")) for rank in (0, 1)]
     with pytest.raises(WorkError, match=f"step 0: .*{named}"):
         checkpoint.check_replicas(state, contexts[0])
     with pytest.raises(SystemExit, match="1"):
         checkpoint.check_replicas(state, contexts[1])
-    monkeypatch.setattr(distributed, "all_gather", lambda item: [*"aaa"])
+    monkeypatch.setattr(distributed, "gather_objects", lambda item: [*"aaa"])
     checkpoint.check_replicas(state, contexts[0])
 
 

@@ -22,7 +22,7 @@ from pipeline.train.loss import (
     compute_assignment_losses,
     find_best_f1,
 )
-from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth
+from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, TrueMatches
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 pytestmark = pytest.mark.cu111
@@ -36,7 +36,9 @@ def test_a_gpu_computes_the_loss_and_the_gradient_of_the_cpu(precision, close):
     model = make_scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True, rotary=True)).train()
     results = []
     for device, name in (("cpu", "float32"), ("cuda", precision)):
-        total, parts = MatchingObjective(model.to(device), name)(batch.to(device), wait=False)
+        total, parts = MatchingObjective(model.to(device), name)(
+            batch.to(device), repair_overflow=False
+        )
         gradient = torch.cat(
             [g.flatten().cpu() for g in torch.autograd.grad(total, list(model.parameters()))]
         )
@@ -48,10 +50,10 @@ def test_a_gpu_computes_the_loss_and_the_gradient_of_the_cpu(precision, close):
 
 def test_the_loss_of_known_probabilities():
     log_P = torch.log(torch.tensor([[0.5, 0.1, 0.25], [0.1, 0.2, 0.125], [0.25, 0.5, 1.0]]))
-    truth = Truth(torch.tensor([[0, UNMATCHED]]), torch.tensor([[0, UNMATCHED]]))
+    truth = TrueMatches(torch.tensor([[0, UNMATCHED]]), torch.tensor([[0, UNMATCHED]]))
     loss, _, _ = compute_assignment_losses(log_P[None], truth)
     assert loss.item() == pytest.approx(math.log(2) * (1 + 3 + 1) / 3)
-    ignored = Truth(torch.tensor([[0, IGNORED]]), torch.tensor([[0, IGNORED]]))
+    ignored = TrueMatches(torch.tensor([[0, IGNORED]]), torch.tensor([[0, IGNORED]]))
     assert compute_assignment_losses(log_P[None], ignored)[0].item() == pytest.approx(math.log(2))
 
 

@@ -89,13 +89,15 @@ class TestGradients:
             start = one_step(distributed.join_group(), folder, norm, [pairs], 1, seed=1)
             assert np.abs(start - weights).max() > 1e-3  # the comparison is not blind
 
-    @pytest.mark.parametrize("wait", [True, False])
+    @pytest.mark.parametrize("repair_overflow", [True, False])
     @pytest.mark.parametrize("neighbours", [True, False])
-    def test_a_share_without_pairs_has_a_gradient_of_zero(self, tmp_path, wait, neighbours):
+    def test_a_share_without_pairs_has_a_gradient_of_zero(
+        self, tmp_path, repair_overflow, neighbours
+    ):
         """More processes than pairs: such a rank takes part in every exchange."""
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, neighbours=neighbours))
         batch = load_batch(KeypointStore(make_store(tmp_path)), [], 32)
-        total, parts = MatchingObjective(model)(batch, wait)
+        total, parts = MatchingObjective(model)(batch, repair_overflow)
         total.sum().backward()
         assert total.item() == 0 and parts["loss"].shape == (0,)
         assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())
