@@ -26,4 +26,7 @@ Stages share these modules:
 
 from __future__ import annotations
 
-import superglue_sift  # noqa: F401 (prepares OpenCV before any module of the pipeline imports it)
+# `superglue_sift` prepares OpenCV before any module of the pipeline imports it.
+from superglue_sift.environment import keep_freed_memory
+
+keep_freed_memory()

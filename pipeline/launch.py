@@ -44,10 +44,6 @@ VARIABLES = {
     # A rank that waits for a dead one must fail. The name changed with torch 2.2.
     "NCCL_ASYNC_ERROR_HANDLING": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    # A rank allocates its batches at each step. With these, glibc keeps their memory: returning it
-    # to the system, and getting it again, costs as much time as filling it.
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
 }
 
 

@@ -2,7 +2,8 @@
 
 This module imports neither torch nor numpy, so that a command can set the variables before it loads
 them. They serve two purposes. Threads sleep while they wait (`wait_passively`), and results have
-the same bytes on every x86-64 processor with AVX2, Intel's or AMD's.
+the same bytes on every x86-64 processor with AVX2, Intel's or AMD's. Commands also keep the memory
+that they free (`keep_freed_memory`).
 
 Libraries choose their code by vendor and instruction set, and each code rounds differently. These
 variables make them choose alike. They must be set before the libraries are loaded.
@@ -19,6 +20,8 @@ time (docs/training.md). `torch_compat.sqrt` replaces MKL's square root, which u
 from __future__ import annotations
 
 import codecs
+import contextlib
+import ctypes
 import importlib
 import io
 import os
@@ -51,6 +54,10 @@ PREPARED = "SG_PREPARED"  # variable that says that they were set before these p
 # GNU's and Intel's OpenMP read these variables.
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")  # number of threads of OpenBLAS
+
+# The numbers of glibc's settings in malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 
 
 def prepare_opencv() -> None:
@@ -93,7 +100,11 @@ def is_prepared() -> bool:
 
 
 def import_and_run_main(module: str) -> int:
-    """Run the `main` of a module, with threads that wait passively, and return the exit code."""
+    """Run the `main` of a module as a command, and return the exit code.
+
+    Its threads wait passively, and it keeps the memory that it frees.
+    """
+    keep_freed_memory()
     # This comes before torch is loaded.
     wait_passively()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -123,6 +134,21 @@ def wait_passively(variables: Optional[MutableMapping[str, str]] = None) -> None
         variables["OMP_WAIT_POLICY"] = "passive"
     if not any(name in variables for name in THREAD_VARIABLES):
         variables["OPENBLAS_NUM_THREADS"] = "1"
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, if its libc is glibc.
+
+    SIFT takes and frees some 70 MB a call, and a training a batch a step. By default, glibc gives
+    blocks of this size back to the system, and gets the next ones by a page fault for every 4 KiB.
+    SIFT then takes 1.4 times the processor time at 640x480, and making a batch of 64 pairs of 512
+    keypoints up to 2.2 times.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # musl has no mallopt
+            libc = ctypes.CDLL(None)
+            libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # The largest value
+            libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def count_usable_cores() -> int:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -172,3 +173,17 @@ def test_names_that_the_output_cannot_show_are_no_error(monkeypatch, encoding, n
     environment.import_and_run_main("command")
     output.flush()
     assert output.buffer.getvalue().strip() == printed
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
+def test_a_stage_keeps_the_memory_that_it_frees():
+    """Blocks of 16 MiB are taken again without page faults."""
+    code = (
+        "import resource, pipeline, numpy as np\n"
+        "count = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "np.ones(1 << 24, np.uint8), np.ones(1 << 24, np.uint8)\n"
+        "before = count()\n"
+        "np.ones(1 << 24, np.uint8), np.ones(1 << 24, np.uint8)\n"
+        "print(count() - before)"
+    )
+    assert int(run_python("-c", code).stdout) < 100

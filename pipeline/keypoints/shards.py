@@ -10,7 +10,6 @@ images is in memory at a time.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import json
@@ -37,9 +36,6 @@ from superglue_sift.files import write_json
 
 SHARD_IMAGES = 64  # A kill loses at most the current shard of each process
 _IN_FLIGHT = 4  # Images of each worker that wait or are computed
-# The numbers that glibc gives two settings of malloc
-_MMAP_THRESHOLD = -3
-_TRIM_THRESHOLD = -1
 
 Result = Union[ImageViews, BadImage]  # The views of an image, or why it cannot be used
 
@@ -215,7 +211,7 @@ def extract_in_processes(
     make = functools.partial(read_and_extract, ImageSet((), images.containers), settings)
     queue = decoders.read_and_decode(settings.decoder, images, entries)
     if workers == 1:
-        tune_opencv_and_malloc()
+        cv2.setNumThreads(1)  # As in a worker
         yield from map(make, queue)
         return
     # Start the workers by spawn: a forked process would copy the locks of running threads.
@@ -229,20 +225,7 @@ def extract_in_processes(
 
 
 def _initialize_worker(parent_id: int) -> None:
-    """Let a worker process ignore Ctrl-C and end with its parent, and tune it."""
+    """Let a worker process ignore Ctrl-C and end with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent_id=parent_id)
-    tune_opencv_and_malloc()
-
-
-def tune_opencv_and_malloc() -> None:
-    """Let this process use one OpenCV thread, and keep the memory that it frees.
-
-    Several processes use the cores better than several threads. SIFT takes and frees some 70 MB a
-    call. By default, glibc gives them back to the system, and the next call gets them again by
-    10,000 page faults, which takes 1.4 times the processor time at 512x384 and 640x480.
-    """
-    cv2.setNumThreads(1)
-    with contextlib.suppress(OSError, AttributeError):  # Another libc
-        for setting, value in ((_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, (1 << 31) - 1)):
-            ctypes.CDLL(None).mallopt(setting, value)
+    cv2.setNumThreads(1)  # Several processes use the cores better than several threads.

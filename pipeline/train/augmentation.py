@@ -134,7 +134,7 @@ def read_changed_view(
     features = view.features.select(slice(limit))
     if changes.score_drop and changes.score_drop > np.random.default_rng((seed, _SCORE)).random():
         features = features._replace(scores=np.full_like(features.scores, TYPICAL_SCORE))
-    view = view._replace(features=features)
+    view = View(features, view.H_image_to_view, view.cell)
     if changes.rotation_deg > 0:
         view = rotate_view(view, rng.uniform(-changes.rotation_deg, changes.rotation_deg))
     return view
