@@ -297,6 +297,9 @@ def export(
     proto = program.model_proto  # Each access returns a new object.
     # Older ONNX Runtimes reject IR version 10.
     proto.ir_version = IR_VERSION
+    # Stack traces and names of Python take an eighth of the file, and have paths of this machine.
+    for node in proto.graph.node:
+        node.ClearField("metadata_props")
     onnx.helper.set_model_props(proto, {"match_threshold": repr(threshold)})
     write_atomically(path, proto.SerializeToString())
     return path
