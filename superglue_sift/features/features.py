@@ -15,7 +15,7 @@ TYPICAL_SCORE = 0.03  # Contrast of a typical SIFT keypoint, for keypoints of un
 # A keypoint of another program may lie outside of the image by this part of its size, since some
 # programs store positions as floats of 16 bits.
 OUTSIDE = 1e-3
-# The fields of `Features` that have a row for each keypoint
+# The fields of `Features` that have a row for each keypoint, which are the first ones
 KEYPOINT_FIELDS = ("keypoints", "scales", "oris", "scores", "descriptors")
 
 
@@ -78,12 +78,13 @@ class Features(NamedTuple):
         Args:
             index: a slice, or the indices (n,) of the keypoints, in the new order.
         """
+        arrays: Any = self[: len(KEYPOINT_FIELDS)]
         if isinstance(index, slice):
-            arrays = [getattr(self, name)[index] for name in KEYPOINT_FIELDS]
+            selected = [array[index] for array in arrays]
         else:
             # `take` is two to three times as fast as indexing by an array.
-            arrays = [getattr(self, name).take(index, 0) for name in KEYPOINT_FIELDS]
-        return self._replace(**dict(zip(KEYPOINT_FIELDS, arrays)))
+            selected = [array.take(index, 0) for array in arrays]
+        return Features._make([*selected, *self[len(arrays) :]])
 
     def resize(self, size: Tuple[int, int]) -> Features:
         """Return the keypoints in pixels of the image resized to `size` (width, height) px."""
