@@ -201,7 +201,7 @@ def test_a_training_that_would_have_no_image_to_judge_by_ends_before_it_begins(
     folder = of_coco("train2017")
     trained = [int(name[:12]) for name in by_split(run_on(folder, val_fraction=0.5))[split]]
     model = trained_on(trained)
-    with pytest.raises(RequestError, match=f"{len(trained)} {title} "):
+    with pytest.raises(RequestError, match=f"{len(trained)} {title} photographs"):
         run_on(folder, "new", val_fraction=0.5, initial=model)
     assert not (tmp_path / "new/manifest.csv").exists()
     assert run_on(folder, "new", val_fraction=0.5, initial=model, allow=True).is_dir()
